@@ -1,0 +1,1 @@
+"""Checkpoints: what a run lives by. A folder is a checkpoint if and only if its manifest verifies."""

@@ -1,0 +1,55 @@
+"""The errors a user can meet, each with the exit code of the process that raises it.
+
+An error says what was found, what was expected and what to do. A supervisor reads the exit code:
+
+====  ==================================================================================
+code  meaning
+====  ==================================================================================
+0     finished: the last step is done and saved
+1     unexpected failure (a crash); restarting is reasonable
+2     bad input; restarting cannot help until a person changes what the message names
+4     the run had steps left and made none
+75    preempted: a complete checkpoint is saved, start the same command again
+====  ==================================================================================
+"""
+
+from collections.abc import Iterable
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_NO_PROGRESS = 4
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class RunError(Exception):
+    """Base of every error that a user can meet."""
+
+    exit_code = EXIT_FAILED
+
+
+class InputError(RunError):
+    """What the user gave cannot be used. Carries all problems found, not the first."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self._report())
+
+    def _report(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in self.problems)
+
+
+class NoProgress(RunError):
+    """The run has steps left and made none."""
+
+    exit_code = EXIT_NO_PROGRESS
+
+
+class Preempted(RunError):
+    """The run was asked to stop, and stopped with everything saved."""
+
+    exit_code = EXIT_PREEMPTED

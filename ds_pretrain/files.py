@@ -1,0 +1,85 @@
+"""Files that survive a crash: written whole or not at all, synced, and checked."""
+
+import errno
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from ds_pretrain.errors import InputError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` (created, renamed, removed) survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content`: a reader, or a crash, meets the old bytes or the new ones, never a mix."""
+    data = content.encode() if isinstance(content, str) else content
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes 0600; a shared run folder follows the umask
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal, read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def ensure_writable_folder(folder: Path, what: str) -> None:
+    """Create `folder` if need be and prove that a file can be written there.
+
+    Raises:
+        InputError: it cannot; `what` names the setting that asked for the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, probe = tempfile.mkstemp(prefix=".writable.", dir=folder)
+        os.close(descriptor)
+        os.unlink(probe)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno in errno.errorcode else str(error)
+        raise InputError(
+            f"{what} = {folder}: cannot write there ({reason}); choose a folder that every rank can write"
+        ) from error
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a user without privileges can still write to the file system of `folder`."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

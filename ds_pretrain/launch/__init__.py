@@ -1,0 +1,1 @@
+"""Launching: composes and runs the `deepspeed` command. Runs on a machine without torch."""

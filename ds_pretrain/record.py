@@ -1,0 +1,34 @@
+"""One step's numbers, with their units in their names. The same on every rank."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step was, measured over all ranks and the whole global batch.
+
+    `loss` is the mean cross-entropy in nats per valid token; `z_loss` is the weighted auxiliary term, None when
+    off; `grad_norm` is before clipping, None when non-finite; `clip_factor` is what clipping multiplied the
+    gradient by (1.0 is "not clipped"), None when the update was dropped or clipping is off.
+    """
+
+    step: int  # 1 for the first: the number of optimizer steps that the run has attempted
+    phase: str
+    loss: float
+    loss_max_rank: float  # the highest mean loss of any one rank
+    z_loss: float | None
+    learning_rate: float
+    grad_norm: float | None
+    clip_factor: float | None
+    update_applied: bool
+    num_valid_tokens: int  # over the global batch
+    num_valid_tokens_min_rank: int
+    tokens: int  # read in all, up to and including this step
+    samples: int  # read in all, up to and including this step
+    step_seconds: float
+    data_wait_seconds: float  # the longest of any rank
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types, in field order."""
+        return asdict(self)

@@ -1,0 +1,87 @@
+"""The ranks of a run as a value, and the few collectives used.
+
+`World` holds numbers only. Every collective here must be called by all ranks on the same line of code.
+With one rank and no process group each of them is the identity, so the same code runs without a launcher.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class World:
+    """Which rank this process is, of how many."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes what is written once."""
+        return self.rank == 0
+
+    @staticmethod
+    def from_environment() -> "World":
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, as every launcher sets them; one rank if they are absent."""
+        return World(
+            rank=int(os.environ.get("RANK", "0")),
+            size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        )
+
+
+def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
+    """One row of numbers from each rank: [num_ranks, len(row)], the same bits everywhere. Collective."""
+    local = np.asarray(row, dtype=np.float64)
+    if world.size == 1:
+        return local[None, :]
+    import torch
+    import torch.distributed as dist
+
+    device = _collective_device()
+    mine = torch.from_numpy(local).to(device)
+    rows = torch.empty((world.size, len(row)), dtype=torch.float64, device=device)  # [W, K]
+    dist.all_gather_into_tensor(rows, mine)
+    return rows.cpu().numpy()
+
+
+def gather_objects(world: World, value: Any) -> list[Any]:
+    """One picklable value from each rank, in rank order. Collective; for start-up and saves, not for steps."""
+    if world.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(world: World, value: Any) -> Any:
+    """Rank 0's value on every rank. Collective."""
+    if world.size == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=_collective_device())
+    return box[0]
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here. Collective."""
+    gather_rows(world, [0.0])
+
+
+def _collective_device() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
