@@ -46,9 +46,9 @@ def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
 
     device = _collective_device()
     mine = torch.from_numpy(local).to(device)
-    rows = torch.empty((world.size, len(row)), dtype=torch.float64, device=device)  # [W, K]
-    dist.all_gather_into_tensor(rows, mine)
-    return rows.cpu().numpy()
+    rows = list(torch.empty((world.size, len(row)), dtype=torch.float64, device=device))  # W views of [K]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu().numpy()
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
