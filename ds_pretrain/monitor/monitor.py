@@ -1,0 +1,155 @@
+"""What the run tells people: throughput, MFU, goodput and ETA, sent to every sink. It never stops training.
+
+Every rank holds a Monitor and calls it on the same lines; only rank 0's does something, and nothing here is
+collective.
+"""
+
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal, say
+from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
+from ds_pretrain.record import StepRecord
+from ds_pretrain.world import World
+
+METRICS = "metrics.jsonl"
+_WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ramp
+
+
+class Monitor:
+    """Sends each step to metrics.jsonl; every `every`-th, the first and the last to the terminal and W&B too.
+
+    Validations and events go everywhere at once. A sink that fails costs its records and one warning for each
+    kind of failure; how often it failed is told at the end. No method raises.
+    """
+
+    def __init__(
+        self,
+        *,
+        out: Path,
+        every: int,
+        wandb: WandbRun | None,
+        run_config: Mapping[str, Any],
+        attempt: int,
+        last_step: int,
+        tokens_per_step: int,
+        flops_per_token: float | None,
+        peak_flops_per_rank: float | None,
+        world: World,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._active = world.is_main
+        self._every, self._attempt, self._last_step = every, attempt, last_step
+        self._flops_per_token = flops_per_token
+        self._peak_flops = None if peak_flops_per_rank is None else peak_flops_per_rank * world.size
+        self._tokens_per_step = tokens_per_step
+        self._clock, self._started = clock, clock()
+        self._applied_seconds = 0.0
+        self._previous_tokens: int | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW_STEPS)  # (tokens, seconds) of a step
+        self._failures: Counter[str] = Counter()
+        self._file: Sink | None = None
+        self._others: list[Sink] = []
+        if self._active:
+            self._open(out, wandb, run_config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Take one optimizer step, applied or dropped."""
+        if not self._active:
+            return
+        is_first = not self._recent
+        try:
+            line = {"event": "step", "attempt": self._attempt, **record.to_json(), **self._speed(record)}
+        except Exception as error:
+            self._fail("measuring a step", error)
+            return
+        is_due = is_first or record.step % self._every == 0 or record.step >= self._last_step
+        self._send(line, is_due)
+
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Take the mean loss of each validation source after `step` steps, in nats a token."""
+        self._send(
+            {"event": "validation", "attempt": self._attempt, "step": step, "losses": dict(losses)}, True
+        )
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Take something that happened: "start", "resume", "checkpoint", "stop", "warning", ..."""
+        self._send({"event": kind, "attempt": self._attempt, **fields, "time": time.time()}, True)
+
+    def close(self) -> None:
+        """Close every sink, each in bounded time, and say how many records failed. Closing twice is fine."""
+        sinks = [*self._others, *([self._file] if self._file is not None else [])]
+        self._file, self._others = None, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                self._fail(f"closing {type(sink).__name__}", error)
+        for failure, times in self._failures.items():
+            if times > 1:
+                say(sys.stderr, f"monitoring: {failure}: {times} times in all")
+        self._failures.clear()
+
+    def _open(self, out: Path, wandb: WandbRun | None, run_config: Mapping[str, Any]) -> None:
+        first_index = 0
+        try:
+            self._file = file = JsonLines(out / METRICS)
+            first_index = file.bytes_written  # every record takes more than one byte: no index comes twice
+        except OSError as error:
+            self._fail(f"opening {out / METRICS}", error)
+        self._others.append(Terminal(sys.stdout, self._last_step))
+        if wandb is not None:
+            patience = Patience()
+            open_client = opener(wandb, out, run_config, finish_seconds=patience.finish / 2)
+            self._others.append(Wandb(open_client, first_index, patience))
+
+    def _speed(self, record: StepRecord) -> dict[str, float | None]:
+        tokens = self._tokens_per_step
+        if self._previous_tokens is not None and record.tokens > self._previous_tokens:
+            tokens = record.tokens - self._previous_tokens  # follows a batch ramp; a rollback goes back
+        self._previous_tokens = record.tokens
+        self._recent.append((tokens, record.step_seconds))
+        self._applied_seconds += record.step_seconds if record.update_applied else 0.0
+        seconds = sum(s for _, s in self._recent)
+        rate = sum(t for t, _ in self._recent) / seconds if seconds > 0 else None
+        elapsed = self._clock() - self._started
+        mfu = None
+        if rate is not None and self._flops_per_token is not None and self._peak_flops is not None:
+            mfu = rate * self._flops_per_token / self._peak_flops
+        return {
+            "tokens_per_second": rate,
+            "mfu": mfu,
+            "goodput": min(1.0, self._applied_seconds / elapsed) if elapsed > 0 else None,
+            "eta_seconds": median(s for _, s in self._recent) * max(0, self._last_step - record.step),
+        }
+
+    def _send(self, record: Mapping[str, Any], everywhere: bool) -> None:
+        for sink in [self._file, *(self._others if everywhere else [])]:
+            if sink is None:
+                continue
+            try:
+                sink.write(record)
+            except Exception as error:
+                self._fail(f"writing to {type(sink).__name__}", error)
+
+    def _fail(self, doing: str, error: Exception) -> None:
+        failure = f"{doing}: {type(error).__name__}"
+        self._failures[failure] += 1
+        if self._failures[failure] == 1:
+            say(
+                sys.stderr, f"monitoring degraded: {failure}: {error}; training goes on without these records"
+            )

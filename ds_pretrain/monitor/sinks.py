@@ -1,0 +1,229 @@
+"""Where measurements go: an append-only file of JSON lines, and a terminal.
+
+A record is a mapping of plain values with "event" ("step", "validation", "start", "checkpoint", "stop", ...), "step"
+and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history of a run, thrown-away work
+included: nothing in it is ever changed. `latest_attempt` reads the history that counts out of it.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Sink(Protocol):
+    """Takes records. May raise from `write` whatever its medium raises; the monitor survives it."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Appends one strict-JSON object a line, each handed to the operating system before `write` returns.
+
+    A number that JSON cannot hold becomes the string "nan", "inf" or "-inf". A line that a killed process or a
+    full disk left torn is ended before the next one starts, so it costs one record and no more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        self.bytes_written = size  # grows with every record, whatever the restarts and rollbacks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`. Raises OSError when the disk refuses it."""
+        text = json.dumps(_strict(record), allow_nan=False, ensure_ascii=False, default=str)
+        line = (("\n" if self._torn else "") + text + "\n").encode("utf-8", "backslashreplace")
+        self._torn = True  # until all of the line is known to be there
+        done = 0
+        while done < len(line):
+            done += os.write(
+                self._descriptor, line[done:]
+            )  # unbuffered: a failed line is never tried again later
+        self._torn = False
+        self.bytes_written += len(line)
+
+    def close(self) -> None:
+        """Flush to the disk itself and close; closing twice is fine."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl as written, "nan" and "inf" as numbers again, torn lines skipped."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn by a kill, a full disk or a power cut
+                continue
+            if isinstance(record, dict):
+                yield _restored(record)
+
+
+def latest_attempt(records: Iterable[Mapping[str, Any]], event: str = "step") -> list[Mapping[str, Any]]:
+    """The `event` records of the history that counts, by rising step.
+
+    A step taken again (after a restart or a rollback) supersedes all that was recorded at it and later.
+    """
+    kept: dict[int, Mapping[str, Any]] = {}
+    newest = -1
+    for record in records:
+        kind, step = record.get("event"), record.get("step")
+        if not isinstance(step, int) or kind not in ("step", event):
+            continue
+        if kind == "step" and step <= newest:
+            kept = {s: r for s, r in kept.items() if s < step}
+        if kind == "step":
+            newest = step
+        if kind == event:
+            kept[step] = record
+    return [kept[step] for step in sorted(kept)]
+
+
+class Terminal:
+    """Writes a line a record; falls silent when nobody reads any more, and leaves the exit code alone."""
+
+    def __init__(self, stream: TextIO, last_step: int) -> None:
+        self._stream: TextIO | None = stream
+        self._last_step = last_step
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Print `record`, without colors or carriage returns: a log file reads like the terminal."""
+        is_step = record["event"] == "step"
+        text = step_line(record, self._last_step) if is_step else event_line(record)
+        if self._stream is not None and not say(self._stream, text):
+            self._stream = None
+
+    def close(self) -> None:
+        """Nothing is held back, so nothing is left to do."""
+
+
+def say(stream: TextIO, text: str) -> bool:
+    """Print a line and flush it; False, and nothing worse, if the stream is closed or its reader is gone."""
+    try:
+        try:
+            stream.write(text + "\n")
+        except UnicodeEncodeError:  # LANG=C
+            stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        _discard(stream)
+        return False
+    return True
+
+
+def step_line(record: Mapping[str, Any], last_step: int) -> str:
+    """One training step for people; what is unknown or off is left out."""
+    step = record["step"]
+    parts = [
+        f"step {step:,}/{last_step:,} {100 * step / max(1, last_step):.1f}%",
+        f"loss {_fixed(record['loss'], 4)}",
+    ]
+    if record.get("z_loss") is not None:
+        parts.append(f"z {record['z_loss']:.2e}")
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    norm, clip = record["grad_norm"], record["clip_factor"]
+    parts.append("norm non-finite" if norm is None else f"norm {_fixed(norm, 3)}")
+    if clip is not None:
+        parts.append(f"clip {clip:.2f}")
+    if not record["update_applied"]:
+        parts.append("UPDATE DROPPED")
+    if (rate := record.get("tokens_per_second")) is not None:
+        parts.append(f"{count(rate)} tok/s")
+    if record["step_seconds"] > 0:
+        parts.append(f"data wait {min(1.0, record['data_wait_seconds'] / record['step_seconds']):.0%}")
+    if (mfu := record.get("mfu")) is not None:
+        parts.append(f"MFU {mfu:.1%}")
+    parts.append(f"{count(record['tokens'])} tokens")
+    if (eta := record.get("eta_seconds")) is not None:
+        parts.append(f"ETA {duration(eta)}")
+    return "  ".join(parts)
+
+
+def event_line(record: Mapping[str, Any]) -> str:
+    """A validation or an event for people."""
+    kind = record["event"]
+    at = f" at step {record['step']:,}" if record.get("step") is not None else ""
+    if kind == "validation":
+        named = "  ".join(f"{name} {_fixed(loss, 4)}" for name, loss in record["losses"].items())
+        return f"validation{at}  loss {named}"
+    fields = {k: v for k, v in record.items() if k not in ("event", "step", "attempt", "time")}
+    return "  ".join([f"{kind}{at}", *(f"{k} {_plain(v)}" for k, v in fields.items())])
+
+
+def duration(seconds: float) -> str:
+    """Seconds as the two units that matter: "45s", "12m 05s", "3h 20m", "4d 07h"."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if whole < 60:
+        return f"{whole}s"
+    if minutes < 60:
+        return f"{minutes}m {whole % 60:02d}s"
+    if hours < 24:
+        return f"{hours}h {minutes % 60:02d}m"
+    return f"{days}d {hours % 24:02d}h"
+
+
+def count(number: float) -> str:
+    """A count with three significant digits: "950", "12.3k", "4.19M", "1.20T"."""
+    value = float(number)
+    for suffix in ("", "k", "M", "B", "T"):
+        if abs(value) < 999.5 or suffix == "T":
+            break
+        value /= 1000
+    digits = 0 if suffix == "" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{suffix}"
+
+
+def _fixed(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3e}"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {k: _restored(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_restored(v) for v in value]
+    return value
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left in a broken stream's buffer nowhere.
+
+    Otherwise Python fails to flush it at exit and turns the exit code into 120:
+    https://docs.python.org/3/library/signal.html#note-on-sigpipe
+    """
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
