@@ -1,6 +1,5 @@
 """Files that survive a crash: written whole or not at all, synced, and checked."""
 
-import errno
 import hashlib
 import os
 import tempfile
@@ -67,9 +66,9 @@ def ensure_writable_folder(folder: Path, what: str) -> None:
         os.close(descriptor)
         os.unlink(probe)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno in errno.errorcode else str(error)
         raise InputError(
-            f"{what} = {folder}: cannot write there ({reason}); choose a folder that every rank can write"
+            f"{what} = {folder}: cannot write there ({error.strerror or error}); "
+            "choose a folder that every rank can write"
         ) from error
 
 

@@ -1,0 +1,90 @@
+"""Names in a checkpoint folder, and the manifest that makes a folder a checkpoint."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+RUN_STATE = "run_state.json"
+PARTIAL = ".partial"
+BROKEN = ".broken"
+_STEP = re.compile(r"step_(\d{9,})")
+_RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. Written last: a folder is a checkpoint if and only if this verifies."""
+
+    step: int
+    tokens: int
+    samples: int
+    world_size: int
+    zero_stage: int
+    versions: Mapping[str, str]
+    created: str  # ISO 8601, UTC
+    attempt: int
+    wandb_id: str | None
+    overrides: tuple[str, ...]
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def parse_manifest(text: str) -> Manifest:
+    """Read a manifest. Raises ValueError if it is not one, or if a name in it would leave the folder."""
+    data: dict[str, Any] = json.loads(text)
+    if data.pop("version", None) != _VERSION:
+        raise ValueError("its manifest has a version that this program does not know")
+    try:
+        files = {name: FileEntry(**entry) for name, entry in data.pop("files").items()}
+        manifest = Manifest(**{**data, "overrides": tuple(data["overrides"])}, files=files)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"its manifest lacks or does not know a field ({error})") from None
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"its manifest names {name!r}, which lies outside the folder")
+    return manifest
+
+
+def step_name(step: int) -> str:
+    """The folder of a checkpoint after `step` finished steps."""
+    return f"step_{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a published checkpoint's folder name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def published(root: Path) -> list[Path]:
+    """The folders under `root` that carry a checkpoint's name, newest first."""
+    if not root.is_dir():
+        return []
+    steps = {step: path for path in root.iterdir() if (step := step_of(path.name)) is not None}
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def owner(name: str) -> int:
+    """The rank that writes, syncs and checks a file: the one in its name, or rank 0."""
+    match = _RANK.search(name)
+    return int(match[1]) if match else 0

@@ -1,0 +1,65 @@
+"""Each rank's random streams, saved and restored as plain types that load under `weights_only=True`."""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_streams(seed: int, rank: int) -> None:
+    """Give this rank streams of its own: python, numpy, torch and the device."""
+    value = int.from_bytes(hashlib.sha256(f"rng:{seed}:{rank}".encode()).digest()[:8], "little")
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002 - the legacy stream is the one that libraries draw from
+    torch.manual_seed(value)  # CPU and every device
+
+
+def capture_streams() -> dict[str, Any]:
+    """The state of every stream, as tensors, numbers and lists."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_streams(streams: dict[str, Any]) -> None:
+    """Put every stream back. What was saved without a device has nothing to restore on one."""
+    python, numpy = streams["python"], streams["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(  # noqa: NPY002
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(streams["torch"])
+    if streams["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["device"])
+
+
+def rng_file(rank: int) -> str:
+    """Where a rank's streams lie in a checkpoint."""
+    return f"rng/rank_{rank:05d}.pt"
+
+
+def save_streams(folder: Path, rank: int) -> None:
+    """Write this rank's streams into a checkpoint folder."""
+    path = folder / rng_file(rank)
+    path.parent.mkdir(exist_ok=True)
+    torch.save(capture_streams(), path)
+
+
+def load_streams(folder: Path, rank: int) -> None:
+    """Restore this rank's streams from a checkpoint folder; a missing or foreign file is an error, never skipped."""
+    restore_streams(torch.load(folder / rng_file(rank), weights_only=True, map_location="cpu"))

@@ -1,0 +1,216 @@
+"""Saves, verifies, publishes, restores and prunes checkpoints.
+
+A save goes to a folder with another name; each rank syncs and sums the files it wrote; then rank 0 writes the
+manifest, renames the folder and replaces `latest`. Whatever dies in between leaves the checkpoint before intact.
+A restore takes the newest folder whose manifest verifies on every rank. `latest` is for people and other tools.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ds_pretrain.checkpoint.layout import (
+    BROKEN,
+    MANIFEST,
+    PARTIAL,
+    RUN_STATE,
+    FileEntry,
+    Manifest,
+    owner,
+    parse_manifest,
+    published,
+    step_name,
+)
+from ds_pretrain.checkpoint.rng import load_streams, save_streams
+from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.files import checksum, sync_file, sync_folder, write_atomic
+from ds_pretrain.state import RunState
+from ds_pretrain.world import World, from_main, gather_objects
+
+Tell = Callable[[str], None]
+
+
+class Shards(Protocol):
+    """What a checkpoint needs of an engine. Collective."""
+
+    def save(self, folder: Path, tag: str) -> None: ...
+
+    def load(self, folder: Path, tag: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that verified on every rank."""
+
+    folder: Path
+    manifest: Manifest
+    state: RunState
+
+
+def save(
+    root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], shards: Shards, world: World
+) -> Manifest:
+    """Write and publish a checkpoint of `state`; the manifest with its files. Collective.
+
+    Raises:
+        RunError: a rank could not write; nothing was published, and what was there before is intact.
+    """
+    name = step_name(state.step)
+    partial = root / f"{name}{PARTIAL}"
+    _on_main(world, lambda: _start_partial(partial))
+    shards.save(root, partial.name)
+    problem: str | None = None
+    entries: dict[str, FileEntry] = {}
+    try:
+        save_streams(partial, world.rank)
+        if world.is_main:
+            for file, text in {**texts, RUN_STATE: state.to_json()}.items():
+                (partial / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"rank {world.rank}: {error}"
+    _agree(world, problem, name)  # every file is written once all ranks are here
+    try:
+        entries = _seal(partial, world.rank)
+    except OSError as error:
+        problem = f"rank {world.rank}: {error}"
+    _agree(world, problem, name)
+    files = {n: e for rank_entries in gather_objects(world, entries) for n, e in rank_entries.items()}
+    sealed = replace(manifest, files=dict(sorted(files.items())))
+    _on_main(world, lambda: _publish(root, partial, name, sealed))
+    return sealed
+
+
+def find(root: Path, world: World, tell: Tell) -> Found | None:
+    """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
+
+    A folder that does not verify is named with its reason and set aside, not deleted.
+
+    Raises:
+        InputError: there are checkpoints, and none verifies; or it needs another number of ranks.
+    """
+    candidates: list[Path] = from_main(world, published(root))
+    for folder in candidates:
+        reasons = [r for r in gather_objects(world, _broken_reason(folder, world)) if r is not None]
+        if not reasons:
+            return _open(folder, world)
+        _on_main(world, lambda folder=folder, reason=reasons[0]: _set_aside(folder, reason, tell))
+    if candidates:
+        raise InputError(
+            f"none of the {len(candidates)} checkpoints in {root} verifies (each is named above and set aside as "
+            f"*{BROKEN}); a run never silently starts again at step 0: put an intact checkpoint back, or give "
+            "the run file a new `out`"
+        )
+    return None
+
+
+def restore(found: Found, shards: Shards, world: World) -> RunState:
+    """Load shards and this rank's random streams. Collective."""
+    shards.load(found.folder.parent, found.folder.name)
+    load_streams(found.folder, world.rank)
+    return found.state
+
+
+def prune(root: Path, keep: int, world: World, tell: Tell) -> None:
+    """Delete all but the newest `keep` checkpoints. A deletion that fails is told, never raised. Collective."""
+    if world.is_main:
+        for folder in published(root)[keep:]:
+            doomed = folder.with_name(f"{folder.name}{PARTIAL}")  # no longer a checkpoint, before it is torn
+            try:
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                tell(f"cannot delete the old checkpoint {folder}: {error}; training goes on")
+
+
+def _start_partial(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if partial.exists():
+        shutil.rmtree(partial)  # what an earlier save of this step left when it was killed
+    partial.mkdir()
+
+
+def _seal(partial: Path, rank: int) -> dict[str, FileEntry]:
+    """Sync and sum the files that this rank wrote."""
+    entries = {}
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        name = path.relative_to(partial).as_posix()
+        if owner(name) == rank:
+            sync_file(path)
+            entries[name] = FileEntry(path.stat().st_size, checksum(path))
+    return entries
+
+
+def _publish(root: Path, partial: Path, name: str, manifest: Manifest) -> None:
+    sync_folder(partial / "rng")
+    write_atomic(partial / MANIFEST, manifest.to_json())
+    final = root / name
+    if final.exists():  # the same step saved again: after a rollback, or by another start
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync_folder(root)
+    write_atomic(root / "latest", f"{name}\n")
+
+
+def _broken_reason(folder: Path, world: World) -> str | None:
+    """Why a folder is no checkpoint, as far as this rank can tell: all sizes, and the checksums of its own files."""
+    try:
+        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it has no manifest"
+    except (OSError, ValueError) as error:
+        return f"its manifest cannot be read: {error}"
+    for name, entry in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name} is listed and cannot be read ({error.strerror})"
+        if found != entry.bytes:
+            return f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
+    for name, entry in manifest.files.items():
+        if owner(name) % world.size == world.rank and checksum(folder / name) != entry.sha256:
+            return f"the checksum of {name} does not match the manifest"
+    return None
+
+
+def _open(folder: Path, world: World) -> Found:
+    manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+    if manifest.world_size != world.size:
+        raise InputError(
+            f"{folder} was saved on {manifest.world_size} ranks and this start has {world.size}; "
+            f"start it on {manifest.world_size} ranks"
+        )
+    return Found(folder, manifest, RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")))
+
+
+def _set_aside(folder: Path, reason: str, tell: Tell) -> None:
+    aside = folder.with_name(folder.name + BROKEN)
+    number = 2
+    while aside.exists():
+        aside = folder.with_name(f"{folder.name}{BROKEN}{number}")
+        number += 1
+    folder.rename(aside)
+    tell(f"checkpoint {folder} is broken: {reason}; set aside as {aside.name}, trying the one before it")
+
+
+def _agree(world: World, problem: str | None, name: str) -> None:
+    """Every rank raises if any has a problem, and waits for all otherwise. Collective."""
+    problems = [p for p in gather_objects(world, problem) if p is not None]
+    if problems:
+        raise RunError(
+            f"checkpoint {name} was not saved ({'; '.join(problems)}); the one before it is intact"
+        )
+
+
+def _on_main(world: World, act: Callable[[], None]) -> None:
+    """Do on rank 0 what is done once; every rank waits, and every rank raises if it failed. Collective."""
+    problem = None
+    if world.is_main:
+        try:
+            act()
+        except OSError as error:
+            problem = str(error)
+    problem = from_main(world, problem)
+    if problem is not None:
+        raise RunError(f"rank 0: {problem}")

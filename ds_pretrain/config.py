@@ -1,0 +1,287 @@
+"""The run file: TOML in, a frozen tree out, with every problem in one report.
+
+The run file owns what an experiment varies (model, data, length, peak rate, batch). The DeepSpeed JSON owns
+precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
+`Plan` (plan.py) computes it.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+)
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.schedules import Shape
+from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
+
+
+class Section(BaseModel):
+    """A table of the run file: frozen, strict about types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _duration(*units: Unit) -> PlainValidator:
+    """A validator that reads a duration in one of `units`."""
+
+    def parse(value: Any) -> Duration:
+        duration = value if isinstance(value, Duration) else parse_duration(_text(value))
+        if duration.unit not in units:
+            raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
+        return duration
+
+    return PlainValidator(parse)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'{value!r} has no unit; write it as text with one, like "2000 steps"')
+    return value
+
+
+def _optional_weight(value: Any) -> Any:
+    return None if value in (0, False, "off", "none") else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
+def _source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
+Share = Annotated[Duration, _duration("steps", "tokens", "percent"), PlainSerializer(str)]
+Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
+BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class ModelSection(Section):
+    """Which model, and what is added to it."""
+
+    config: str  # a Hugging Face config.json
+    qk_norm: bool = False
+    z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
+    recompute: bool = False
+    attention: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
+    decay_embeddings: bool = (
+        False  # norms, biases and embeddings have no weight decay unless this asks for it
+    )
+
+
+class CosineSection(Section):
+    """Warmup and cosine."""
+
+    kind: Literal["cosine"]
+    length: Length
+    peak: Positive
+    warmup: Share
+    floor: Fraction01 = 0.1
+
+
+class WsdSection(Section):
+    """Warmup, stable, decay."""
+
+    kind: Literal["wsd"]
+    length: Length
+    peak: Positive
+    warmup: Share
+    decay: Share
+    shape: Shape = "1-sqrt"
+    floor: Fraction01 = 0.0
+
+
+class BatchSection(Section):
+    """The global batch, and how one rank takes it. Accumulation follows from both and the number of ranks."""
+
+    tokens: BatchTokens
+    micro_sequences: Count
+    accumulation: Count | None = None  # only to insist on a number; it is derived
+
+
+class SourceSection(Section):
+    """A `.bin`/`.idx` pair, named by their common prefix."""
+
+    path: str
+
+
+class PhaseSection(Section):
+    """A stretch of the run with one sequence length and one mixture."""
+
+    name: Name
+    seq_len: Count
+    mixture: dict[str, Positive]
+
+
+class ValidationSection(Section):
+    """Fixed batches, the same at every validation."""
+
+    every: Length
+    sources: dict[str, Annotated[SourceSection, BeforeValidator(_source)]]
+    tokens: BatchTokens  # of each source
+
+
+class CheckpointSection(Section):
+    """When to save, and how many to keep. The last step is always saved."""
+
+    every: Annotated[tuple[Trigger, ...], BeforeValidator(_one_or_more)] = (parse_duration("1000 steps"),)
+    keep: Count = 3
+
+
+class MonitorSection(Section):
+    """What a person sees, every how many steps; metrics.jsonl gets every step."""
+
+    every: Count = 10
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "ds_pretrain"
+
+
+class Run(Section):
+    """The whole run file."""
+
+    name: Name
+    out: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    deepspeed: str
+    accept_changes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    model: ModelSection
+    schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
+    batch: BatchSection
+    sources: dict[Name, Annotated[SourceSection, BeforeValidator(_source)]]
+    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=1)]
+    validation: ValidationSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitor: MonitorSection = MonitorSection()
+
+
+def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
+    """TOML text and `a.b=c` overrides to a `Run`.
+
+    Raises:
+        InputError: with every unknown key, wrong type and missing key found.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{name} is not valid TOML: {error}") from error
+    problems = [problem for override in overrides for problem in _apply(data, override)]
+    try:
+        run = Run.model_validate(data)
+    except ValidationError as error:
+        problems += [f"{name}: {_explain(e)}" for e in error.errors()]
+        raise InputError(problems) from None
+    if problems:
+        raise InputError(problems)
+    return run
+
+
+def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
+    """Set one `a.b=c` in the parsed TOML; `c` is read as a TOML value, or else as text."""
+    path, equals, value = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        yield f"override {override!r} is not of the form section.key=value, like schedule.peak=2e-4"
+        return
+    node: Any = data
+    for key in keys[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else _item(node, key)
+        if not isinstance(node, dict | list):
+            yield f"override {override!r}: {key!r} is not a section of the run file"
+            return
+    if isinstance(node, list):
+        yield f"override {override!r}: name a key of the list's item, like phases.0.seq_len=512"
+        return
+    node[keys[-1]] = _toml_value(value.strip())
+
+
+def _item(node: list[Any], key: str) -> Any:
+    return node[int(key)] if key.isdigit() and int(key) < len(node) else None
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    """One validation error as: where, what was found, what was expected."""
+    keys = [str(k) for k in error["loc"] if k not in ("cosine", "wsd")]
+    where = ".".join(keys)
+    kind, found = error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        known = _known_keys(keys[:-1], error["loc"])
+        close = difflib.get_close_matches(keys[-1], known, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
+        return f"unknown key `{where}`; {hint}"
+    if kind == "missing":
+        return f"`{where}` is missing"
+    if kind == "union_tag_not_found":
+        return f'`{where}.kind` is missing; expected "cosine" or "wsd"'
+    if kind == "union_tag_invalid":
+        return f'`{where}.kind` is {error["ctx"]["tag"]!r}; expected "cosine" or "wsd"'
+    if kind == "too_long" and where == "phases":
+        return f"`phases` has {len(found)} items; this version trains exactly one phase"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"`{where}` = {found!r}: {message}" if kind != "value_error" else f"`{where}`: {message}"
+
+
+def _known_keys(path: Sequence[str], location: Sequence[Any]) -> list[str]:
+    """The keys of the section at `path`, for "did you mean"."""
+    section: type[BaseModel] = Run
+    for key in path:
+        if key.isdigit():
+            continue
+        field = section.model_fields.get(key)
+        candidates = [m for m in _models(field.annotation) if field] if field else []
+        if "cosine" in location or "wsd" in location:
+            candidates = [
+                m for m in candidates if get_args(m.model_fields["kind"].annotation)[0] in location
+            ] or candidates
+        if not candidates:  # a name of the user's, like sources.web: stay at what the values are
+            continue
+        section = candidates[0]
+    return list(section.model_fields)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Every section inside a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for argument in get_args(annotation) for m in _models(argument)]
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of an input file, or an InputError that names the setting that asked for it."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{what}: cannot read {path} ({error.strerror}); check the path (it is taken from the "
+            f"folder in which you start: {Path.cwd()})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error

@@ -1,0 +1,123 @@
+"""This rank's micro-batches of each step, read ahead by a thread.
+
+Nothing here has a position of its own. `at(state)` asks for the step of the state; what was read ahead for
+another step or another skip ledger is thrown away. So there is no iterator to restore and none to get wrong.
+
+Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a sequence.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.sampler import SampleIds, Sampler
+from ds_pretrain.state import RunState, SkipLedger
+from ds_pretrain.world import World
+
+IGNORED = -100  # label of a token that is not trained on
+_READ_AHEAD_STEPS = 2
+
+
+class MicroBatch(NamedTuple):
+    """Inputs and the tokens that follow them."""
+
+    input_ids: Tensor  # [B, T] int64
+    labels: Tensor  # [B, T] int64, already shifted: labels[b, t] follows input_ids[b, t]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch."""
+
+    ids: SampleIds  # of the global batch
+    micro_batches: tuple[MicroBatch, ...]
+    num_valid_tokens: int  # of the global batch: what the loss is normalized by
+    checksum: (
+        int  # sum of the CRC-32 of this rank's samples; summed over ranks it is that of the global batch
+    )
+    wait_seconds: float = 0.0
+
+
+class Feed:
+    """Reads ahead on one thread. Every rank must be asked for the same steps."""
+
+    def __init__(
+        self, sampler: Sampler, sources: Mapping[str, TokenSource], world: World, micro_sequences: int
+    ) -> None:
+        self._sampler = sampler
+        self._sources = sources
+        self._world = world
+        self._micro_sequences = micro_sequences
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._ahead: dict[tuple[int, SkipLedger], Future[Batch]] = {}
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def at(self, state: RunState) -> Batch:
+        """The batch of the update after `state.step` finished steps; the next ones are then read ahead."""
+        started = perf_counter()
+        wanted = [
+            (step, state.ledger)
+            for step in range(state.step, state.step + 1 + _READ_AHEAD_STEPS)
+            if step < self._sampler.timeline.last_step
+        ]
+        for key in [k for k in self._ahead if k not in wanted]:
+            self._ahead.pop(key).cancel()
+        for key in wanted:
+            if key not in self._ahead:
+                self._ahead[key] = self._thread.submit(self._read, *key)
+        batch = self._ahead.pop(wanted[0]).result()
+        return Batch(
+            batch.ids, batch.micro_batches, batch.num_valid_tokens, batch.checksum, perf_counter() - started
+        )
+
+    def _read(self, step: int, ledger: SkipLedger) -> Batch:
+        ids = self._sampler.ids(step, ledger)
+        share = len(ids.sample) // self._world.size
+        first = self._world.rank * share
+        rows = read_samples(ids, self._sources, first, first + share)  # [S / W, T + 1]
+        return Batch(
+            ids=ids,
+            micro_batches=tuple(
+                to_micro_batch(rows[i : i + self._micro_sequences])
+                for i in range(0, share, self._micro_sequences)
+            ),
+            num_valid_tokens=len(ids.sample) * ids.seq_len,  # every token of every sample is trained on
+            checksum=sum(crc32(row.tobytes()) for row in rows),
+        )
+
+
+def read_samples(
+    ids: SampleIds, sources: Mapping[str, TokenSource], first: int, stop: int
+) -> NDArray[np.int64]:
+    """The tokens of samples [first, stop) of a global batch: [stop - first, T + 1]."""
+    rows = np.empty((stop - first, ids.seq_len + 1), dtype=np.int64)
+    source, sample = ids.source[first:stop], ids.sample[first:stop]
+    for index in np.unique(source):
+        here = source == index
+        rows[here] = sources[ids.names[index]].samples(sample[here], ids.seq_len)
+    return rows
+
+
+def to_micro_batch(rows: NDArray[np.int64]) -> MicroBatch:
+    """[B, T + 1] tokens to inputs and labels of [B, T]. No label is ignored because of its id."""
+    tokens = torch.from_numpy(rows)
+    if torch.cuda.is_available():
+        tokens = tokens.pin_memory()
+    return MicroBatch(tokens[:, :-1], tokens[:, 1:])

@@ -1,0 +1,212 @@
+"""The training engine behind one Protocol, and DeepSpeed behind that.
+
+The facts that this file relies on were measured on DeepSpeed 0.19.8 and have tests of ours that fail when they
+change: the caller owns the accumulation window, rates are set on the live parameter groups, a non-finite
+gradient drops the update on all ranks, and a load leaves things behind that have to be cleared.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence, V vocabulary.
+"""
+
+import hashlib
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_pretrain.deepspeed_json import gradient_clipping, uses_bf16, zero_stage
+from ds_pretrain.errors import RunError
+from ds_pretrain.world import World
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # DeepSpeed and what it imports; ours stay errors in tests
+    import deepspeed
+
+ParameterGroups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did. The same on every rank."""
+
+    applied: bool
+    grad_norm: float | None  # over the window and all ranks, before clipping; None when not finite
+    clip_factor: float | None  # what clipping multiplied the gradient by; None when dropped or not clipping
+
+
+class Engine(Protocol):
+    """A model with its sharded optimizer. Every method is collective."""
+
+    device: torch.device
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """[B, T] token ids to [B, T, V] logits."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a scalar to the window. Ranks are averaged: the caller scales for it."""
+        ...
+
+    def step(self, rate: float) -> Update:
+        """Close the window: clip, update at this learning rate, clear the gradients."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """No dropout, no gradients; training mode comes back at the end."""
+        ...
+
+    def rates(self) -> list[float]:
+        """The learning rates in the live parameter groups."""
+        ...
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Write this rank's shards to `folder/tag`."""
+        ...
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Read them back, on the same number of ranks."""
+        ...
+
+    def digest(self) -> str:
+        """A hash of this rank's fp32 masters and optimizer state: equal only if every bit is."""
+        ...
+
+
+def initialize_distributed(world: World) -> None:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) that the launcher's variables describe. Collective."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if world.size > 1:
+        deepspeed.init_distributed(backend, verbose=False)
+    else:  # no launcher: a group of one needs no address
+        meeting = Path(tempfile.mkdtemp(prefix="ds_pretrain.")) / "rendezvous"
+        deepspeed.init_distributed(
+            backend, verbose=False, init_method=f"file://{meeting}", rank=0, world_size=1
+        )
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The type of parameters and activations that the DeepSpeed JSON asks for."""
+    return torch.bfloat16 if uses_bf16(config) else torch.float32
+
+
+def partition(config: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which modules are constructed: under ZeRO-3 each parameter is sharded as it is born."""
+    if zero_stage(config) < 3:
+        return nullcontext
+    return lambda: deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=dtype_of(config))
+
+
+def gather(config: Mapping[str, Any]) -> Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]:
+    """The context in which sharded parameters are whole; what rank 0 writes is kept on all. Collective."""
+    if zero_stage(config) < 3:
+        return lambda parameters: nullcontext()
+    return lambda parameters: deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
+
+
+def open_engine(module: nn.Module, groups: ParameterGroups, config: Mapping[str, Any]) -> "ZeroEngine":
+    """Hand the model to DeepSpeed. `config` is the resolved JSON. Collective."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=list(groups), config=dict(config))
+    return ZeroEngine(engine, gradient_clipping(config))
+
+
+class ZeroEngine:
+    """DeepSpeed's engine as an `Engine`."""
+
+    def __init__(self, engine: Any, clip: float | None) -> None:
+        self._engine = engine
+        self._clip = clip
+        self.device: torch.device = torch.device(engine.device)
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """[B, T] token ids to [B, T, V] logits."""
+        logits: Tensor = self._engine(input_ids=input_ids, use_cache=False).logits  # [B, T, V]
+        return logits
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a scalar to the window; scaling by the window is the caller's."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, rate: float) -> Update:
+        """Set the rate on the live groups, then step: no scheduler object that could disagree."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied())
+        norm = _finite(self._engine.get_global_grad_norm())
+        return Update(applied, norm, _clip_factor(norm, self._clip) if applied else None)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No dropout, no gradients."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._engine.train()
+
+    def rates(self) -> list[float]:
+        """As the optimizer sees them now."""
+        return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
+
+    def save(self, folder: Path, tag: str) -> None:
+        """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill."""
+        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Load, then clear what DeepSpeed leaves behind of a window that was open."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        if path is None:
+            raise RunError(f"DeepSpeed found no checkpoint in {folder / tag}, though its manifest verified")
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad()
+        optimizer.averaged_gradients = {}
+        self._engine.micro_steps = self._engine.global_steps
+
+    def digest(self) -> str:
+        """SHA-256 over this rank's partitions, in the optimizer's own order."""
+        digest = hashlib.sha256()
+        optimizer = self._engine.optimizer
+        masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3
+        if masters is None:
+            masters = optimizer.single_partition_of_fp32_groups  # ZeRO-1 and ZeRO-2
+        for master in masters:
+            _hash_tensor(digest, master)
+            state = optimizer.optimizer.state.get(master, {})
+            for name in sorted(state):
+                digest.update(name.encode())
+                value = state[name]
+                _hash_tensor(digest, value if torch.is_tensor(value) else torch.tensor(value))
+        return digest.hexdigest()
+
+
+def _hash_tensor(digest: "hashlib._Hash", tensor: Tensor) -> None:
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _finite(norm: Any) -> float | None:
+    """DeepSpeed gives a tensor, inf on a dropped step, and -1 or None where it has no norm."""
+    value = math.nan if norm is None else float(norm)
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def _clip_factor(norm: float | None, clip: float | None) -> float | None:
+    """DeepSpeed divides by (norm + 1e-6) / clip where that is above 1."""
+    if norm is None or clip is None:
+        return None
+    return min(1.0, clip / (norm + 1e-6))

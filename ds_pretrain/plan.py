@@ -1,0 +1,231 @@
+"""Everything that is decided before a rank wakes: the run file with what follows from it.
+
+`Plan` holds the texts as they were read (each checkpoint keeps them), the `Run`, and the values derived from it:
+the timeline and the schedule. Building one reads three files and nothing else.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.config import CosineSection, Run, WsdSection, parse_run, read_text
+from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
+from ds_pretrain.errors import InputError
+from ds_pretrain.schedules import Cosine, Schedule, Wsd
+from ds_pretrain.timeline import Duration, Timeline, accumulation, single_phase, to_steps, worlds_that_divide
+
+# What fixes a run's trajectory. Another value in the same run directory is another run.
+_IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
+# What a start may change on purpose, when `accept_changes` names it.
+CHANGEABLE = ("schedule", "model.z_loss", "model.recompute", "model.attention", "model.decay_embeddings")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to start. `run_path` names the file in messages."""
+
+    run_path: str
+    run: Run
+    overrides: tuple[str, ...]
+    run_text: str
+    deepspeed_text: str
+    model_text: str
+    deepspeed: Mapping[str, Any]
+    timeline: Timeline
+    schedule: Schedule
+
+    @property
+    def out(self) -> Path:
+        return Path(self.run.out)
+
+    @property
+    def last_step(self) -> int:
+        return self.timeline.last_step
+
+    def identity(self) -> dict[str, Any]:
+        """What must not differ between two starts of one run, as plain types."""
+        fields = self.run.model_dump(mode="json")
+        identity = {key: fields[key] for key in _IDENTITY}
+        identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
+        identity["model"]["config"] = json.loads(self.model_text)  # the content, wherever the file lies
+        return identity
+
+
+def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Read the run file and the two JSON files that it names, and check them against one another.
+
+    Raises:
+        InputError: with every problem found.
+    """
+    run_text = read_text(path, "run file")
+    run = parse_run(run_text, overrides, str(path))
+    problems: list[str] = []
+    texts: dict[str, str] = {}
+    for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
+        try:
+            texts[key] = read_text(file, f"{path}: {key}")
+        except InputError as error:
+            problems += error.problems
+    deepspeed: dict[str, Any] = {}
+    if "deepspeed" in texts:
+        try:
+            deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed)
+        except InputError as error:
+            problems += error.problems
+    problems += _json_problem(texts.get("model.config"), run.model.config)
+    problems += (f"{path}: {p}" for p in _contradictions(run))
+    if problems:
+        raise InputError(problems)
+    phase = run.phases[0]
+    sequences = run.batch.tokens // phase.seq_len
+    timeline = single_phase(phase.name, phase.seq_len, sequences, run.schedule.length)
+    problems += check_deepspeed(
+        deepspeed,
+        run.deepspeed,
+        str(path),
+        peak=run.schedule.peak,
+        sequences=sequences,
+        micro_sequences=run.batch.micro_sequences,
+        accumulation=run.batch.accumulation,
+    )
+    problems += (f"{path}: {p}" for p in _schedule_problems(run, timeline))
+    if problems:
+        raise InputError(problems)
+    return Plan(
+        run_path=str(path),
+        run=run,
+        overrides=tuple(overrides),
+        run_text=run_text,
+        deepspeed_text=texts["deepspeed"],
+        model_text=texts["model.config"],
+        deepspeed=deepspeed,
+        timeline=timeline,
+        schedule=resolve_schedule(run.schedule, timeline),
+    )
+
+
+def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:
+    """The section with its durations in steps."""
+    length = timeline.last_step
+    warmup = _steps(section.warmup, timeline)
+    if isinstance(section, CosineSection):
+        return Cosine(section.peak, length, warmup, section.floor)
+    return Wsd(section.peak, length, warmup, _steps(section.decay, timeline), section.shape, section.floor)
+
+
+def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
+    """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
+    problems = []
+    for segment in plan.timeline.segments:
+        micro = plan.run.batch.micro_sequences
+        count = accumulation(segment.sequences, micro, world_size)
+        asked = plan.run.batch.accumulation
+        arithmetic = (
+            f"global batch {segment.sequences} sequences ({segment.tokens_per_step:,} tokens / seq_len "
+            f"{segment.seq_len:,}), micro-batch {micro}, world size {world_size} (from {world_source})"
+        )
+        if count is None:
+            problems.append(
+                f"{plan.run_path}: {arithmetic} do not multiply out; {_way_out(segment.sequences, micro)}"
+            )
+        elif asked is not None and asked != count:
+            problems.append(
+                f"{plan.run_path}: {arithmetic} make accumulation {count}, but batch.accumulation = {asked}; "
+                "delete batch.accumulation, or change the batch or the number of ranks"
+            )
+    return problems
+
+
+def accumulation_of(plan: Plan, step: int, world_size: int) -> int:
+    """Micro-batches that one rank takes in a step. `check_world` must have found no problem."""
+    count = accumulation(plan.timeline.at(step).sequences, plan.run.batch.micro_sequences, world_size)
+    assert count is not None
+    return count
+
+
+def changed_fields(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted path to (old, new) of every leaf that differs."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*old, *new]):
+        path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes |= changed_fields(before, after, f"{path}.")
+        elif before != after:
+            changes[path] = (before, after)
+    return changes
+
+
+def _way_out(sequences: int, micro: int) -> str:
+    worlds = worlds_that_divide(sequences, micro)
+    if not worlds:
+        nearest = [n for n in (sequences // micro * micro, (sequences // micro + 1) * micro) if n > 0]
+        return (
+            f"no number of ranks divides {sequences} sequences into micro-batches of {micro}; nearest batches: "
+            f"{' or '.join(str(n) for n in nearest)} sequences"
+        )
+    shown = ", ".join(map(str, worlds[:16])) + (", ..." if len(worlds) > 16 else "")
+    return f"world sizes that do: {shown} (or another batch.micro_sequences)"
+
+
+def _steps(duration: Duration, timeline: Timeline) -> int:
+    return to_steps(duration, timeline.segments[0].tokens_per_step, timeline.last_step)
+
+
+def _json_problem(text: str | None, name: str) -> list[str]:
+    if text is None:
+        return []
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        return [f"{name} is not valid JSON: {error}"]
+    return (
+        [] if isinstance(data, dict) else [f"{name} must hold one JSON object, found {type(data).__name__}"]
+    )
+
+
+def _contradictions(run: Run) -> Iterator[str]:
+    """What the sections of a run file say against one another."""
+    for phase in run.phases:
+        whole, rest = divmod(run.batch.tokens, phase.seq_len)
+        if rest or not whole:
+            lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
+            nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
+            yield (
+                f"batch.tokens = {run.batch.tokens:,} is not a whole number of sequences of phases.{phase.name}.seq_len"
+                f" = {phase.seq_len:,}; nearest: {nearest}"
+            )
+        for source in phase.mixture:
+            if source not in run.sources:
+                yield (
+                    f"phases.{phase.name}.mixture names `{source}`, which [sources] does not have "
+                    f"(it has: {', '.join(run.sources) or 'none'})"
+                )
+        if not phase.mixture:
+            yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
+    for path in run.accept_changes:
+        if not any(path == c or path.startswith(f"{c}.") for c in CHANGEABLE):
+            yield (
+                f"accept_changes names `{path}`, which a started run cannot change; what it can: "
+                f"{', '.join(CHANGEABLE)}"
+            )
+
+
+def _schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
+    section, length = run.schedule, timeline.last_step
+    if length == 0:
+        yield f'schedule.length = "{section.length}" is zero steps'
+    warmup = _steps(section.warmup, timeline)
+    decay = _steps(section.decay, timeline) if isinstance(section, WsdSection) else 0
+    if warmup + decay > length:
+        both = f'schedule.warmup = "{section.warmup}" ({warmup:,} steps)'
+        if isinstance(section, WsdSection):
+            both += f' and schedule.decay = "{section.decay}" ({decay:,} steps)'
+        yield f'{both} do not fit into schedule.length = "{section.length}" ({length:,} steps); shorten one'
+    if isinstance(section, WsdSection) and decay == 0:
+        yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
+    if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:
+        yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'

@@ -1,0 +1,85 @@
+"""Where a run stands, as a value: the same on every rank, and without a word of how many ranks there are."""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Draws [start, stop) of one phase that are never trained on, and why."""
+
+    phase: str
+    start: int
+    stop: int
+    cause: str
+    step: int  # the step at which it was decided
+    attempt: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a skip needs 0 <= start < stop, not [{self.start}, {self.stop})")
+
+
+@dataclass(frozen=True)
+class SkipLedger:
+    """Every skipped interval, in the order of decision. Overlaps count once."""
+
+    skips: tuple[Skip, ...] = ()
+
+    def draws(self, phase: str, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """The draws of the trained samples [first, first + count) of a phase: [count], ascending.
+
+        Trained sample n is draw n plus all that was skipped before it, so the mapping is arithmetic.
+        """
+        trained = np.arange(first, first + count, dtype=np.uint64)
+        for start, stop in self._merged(phase):
+            trained[trained >= np.uint64(start)] += np.uint64(stop - start)
+        return trained
+
+    def with_skip(self, skip: Skip) -> "SkipLedger":
+        """A ledger that is longer by one interval."""
+        return SkipLedger((*self.skips, skip))
+
+    def _merged(self, phase: str) -> list[tuple[int, int]]:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((s.start, s.stop) for s in self.skips if s.phase == phase):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return merged
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that has to be remembered; everything else is computed from it and the run file."""
+
+    step: int = 0  # finished optimizer steps
+    ledger: SkipLedger = field(default_factory=SkipLedger)
+
+    def after_step(self) -> "RunState":
+        """The state after one more finished step."""
+        return replace(self, step=self.step + 1)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back as an equal value."""
+        return json.dumps(
+            {"version": _VERSION, "step": self.step, "skips": [vars(s) for s in self.ledger.skips]}, indent=1
+        )
+
+    @staticmethod
+    def from_json(text: str) -> "RunState":
+        """Read `to_json`. Raises ValueError on a version that this code does not know."""
+        data: dict[str, Any] = json.loads(text)
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"run state of version {data.get('version')}, expected {_VERSION}: "
+                "use the ds_pretrain version that wrote it"
+            )
+        return RunState(step=data["step"], ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])))

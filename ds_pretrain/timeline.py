@@ -1,0 +1,173 @@
+"""How long things take, in the units people use, and where each step stands.
+
+Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments, stretches of
+steps with one sequence length and one batch, and then steps, samples and tokens convert exactly, in integers.
+
+Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes them:
+a "4M" batch is 1,024 sequences of 4,096 tokens.
+"""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+Unit = Literal["steps", "tokens", "seconds", "percent"]
+
+_UNITS: dict[str, tuple[Unit, int]] = {
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "token": ("tokens", 1),
+    "tokens": ("tokens", 1),
+    "s": ("seconds", 1),
+    "sec": ("seconds", 1),
+    "min": ("seconds", 60),
+    "h": ("seconds", 3600),
+    "%": ("percent", 1),
+}
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_NUMBER = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)"
+_DURATION = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMBT]?)\s*(?P<unit>steps?|tokens?|sec|s|min|h|%)\s*")
+_BATCH = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMG]?)(?:\s*tokens)?\s*")
+_EXAMPLES = '"2000 steps", "10B tokens", "15 min" or "10%"'
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An exact amount of steps, tokens, seconds or percent (of the run's length)."""
+
+    amount: Fraction
+    unit: Unit
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a wall-clock duration."""
+        assert self.unit == "seconds"
+        return float(self.amount)
+
+
+def parse_duration(text: str) -> Duration:
+    """Read a duration. Raises ValueError that says what was found and how to write it."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write a number with its unit, like {_EXAMPLES}")
+    unit, factor = _UNITS[match["unit"]]
+    amount = _number(match["number"]) * _DECIMAL[match["scale"]] * factor
+    if unit in ("steps", "tokens") and amount.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number of {unit}")
+    if unit == "percent" and amount > 100:
+        raise ValueError(f"{text!r} is more than the whole run")
+    return Duration(amount, unit, text.strip())
+
+
+def parse_batch_tokens(value: str | int) -> int:
+    """Tokens of a global batch: an integer, or text where K and M are binary ("4M" is 4,194,304)."""
+    match = _BATCH.fullmatch(str(value))
+    amount = _number(match["number"]) * _BINARY[match["scale"]] if match else Fraction(0)
+    if match is None or amount.denominator != 1 or amount == 0:
+        raise ValueError(f'{value!r} is not a batch size in tokens; write it like 524_288, "512K" or "4M"')
+    return int(amount)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of steps [first_step, end_step) that read alike."""
+
+    phase: str
+    first_step: int
+    end_step: int
+    seq_len: int
+    sequences: int  # per step, over all ranks
+    first_sample: int  # samples of the run read before it
+    first_token: int  # tokens of the run read before it
+    first_draw: int  # samples of the same phase read before it
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The whole run in segments, in order, without gaps."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The number of optimizer steps of the whole run."""
+        return self.segments[-1].end_step
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_before(self.last_step)
+
+    def at(self, step: int) -> Segment:
+        """The segment of the update that follows `step` finished steps."""
+        for segment in self.segments:
+            if segment.first_step <= step < segment.end_step:
+                return segment
+        raise ValueError(f"step {step} lies outside the run's {self.last_step} steps")
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the first `step` steps read."""
+        segment = self._touching(step)
+        return segment.first_sample + (step - segment.first_step) * segment.sequences
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the first `step` steps read."""
+        segment = self._touching(step)
+        return segment.first_token + (step - segment.first_step) * segment.tokens_per_step
+
+    def trained_draws_before(self, step: int) -> int:
+        """Samples of the current phase that the steps before `step` trained on."""
+        segment = self.at(step)
+        return segment.first_draw + (step - segment.first_step) * segment.sequences
+
+    def _touching(self, step: int) -> Segment:
+        return self.segments[-1] if step == self.last_step else self.at(step)
+
+
+def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
+    """The timeline of a run with one phase and one batch size."""
+    steps = to_steps(length, seq_len * sequences)
+    return Timeline((Segment(phase, 0, steps, seq_len, sequences, 0, 0, 0),))
+
+
+def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
+    """A duration in whole steps; a part of a step counts as one. Percent needs the run's steps in `of_steps`."""
+    if duration.unit == "steps":
+        return int(duration.amount)
+    if duration.unit == "tokens":
+        return ceil(duration.amount / tokens_per_step)
+    if duration.unit == "percent" and of_steps is not None:
+        return ceil(of_steps * duration.amount / 100)
+    raise ValueError(f'"{duration}" cannot be turned into steps; write steps or tokens')
+
+
+def accumulation(sequences: int, micro_sequences: int, world_size: int) -> int | None:
+    """Micro-batches per rank and step, or None if the world does not divide the batch into whole ones."""
+    count, remainder = divmod(sequences, micro_sequences * world_size)
+    return count if remainder == 0 and count > 0 else None
+
+
+def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
+    """Every number of ranks that splits the global batch into whole micro-batches, ascending."""
+    micro_batches, remainder = divmod(sequences, micro_sequences)
+    if remainder:
+        return []
+    return [w for w in range(1, micro_batches + 1) if micro_batches % w == 0]
+
+
+def _number(text: str) -> Fraction:
+    try:
+        return Fraction(Decimal(text.replace("_", "").replace(",", "")))
+    except InvalidOperation:  # pragma: no cover - the pattern admits numbers only
+        raise ValueError(f"{text!r} is not a number") from None
