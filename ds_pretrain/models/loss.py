@@ -1,0 +1,94 @@
+"""Cross-entropy and z-loss as sums over valid tokens, in fp32, chunk by chunk.
+
+N tokens · V vocabulary · C tokens of a chunk. Labels are the targets: the data has shifted them already.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label of a token that is no target
+_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of fp32 logits at a time
+
+
+def cross_entropy_and_z(
+    logits: Tensor, labels: Tensor, z_loss: float | Literal["off"] | None, *, chunk_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums over valid tokens of the negative log-likelihood and of z * logsumexp(logits)^2 (fp32 scalars).
+
+    The caller divides by the number of valid tokens of the *global* batch: then the loss does not depend on
+    how the batch is split, and a batch without valid tokens gives 0 with zero gradients. z-loss follows PaLM,
+    section 5 (https://arxiv.org/abs/2204.02311); None, 0 and "off" leave it out exactly.
+
+    Args:
+        logits: [..., V], any float dtype; never copied to fp32 as a whole.
+        labels: [...], int64; -100 is ignored.
+
+    Raises:
+        ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} need labels of {tuple(logits.shape[:-1])}, "
+                         f"found {tuple(labels.shape)}")  # fmt: skip
+    vocabulary = logits.shape[-1]
+    flat_logits, flat_labels = logits.reshape(-1, vocabulary), labels.reshape(-1)  # [N, V], [N]
+    _refuse_foreign_labels(flat_labels, vocabulary)
+    z = 0.0 if z_loss is None or z_loss == "off" else float(z_loss)
+    rows = chunk_rows or max(1, _CHUNK_ELEMENTS // vocabulary)
+    nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z, rows)  # type: ignore[no-untyped-call]
+    return nll_sum, z_sum
+
+
+def _refuse_foreign_labels(labels: Tensor, vocabulary: int) -> None:
+    foreign = (labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))  # [N]
+    if labels.device.type != "cpu":
+        torch._assert_async(
+            ~foreign.any(), f"a label is outside [0, {vocabulary})"
+        )  # no host synchronization
+    elif foreign.any():
+        position = int(foreign.nonzero()[0, 0])
+        raise ValueError(
+            f"label {int(labels[position])} at position {position} is outside the vocabulary "
+            f"[0, {vocabulary}) and is not {IGNORED} (ignored); the data were tokenized for a larger vocabulary"
+        )
+
+
+class _CrossEntropyAndZ(torch.autograd.Function):
+    """Keeps the logits and one logsumexp a token; the gradient makes the softmax again, chunk by chunk.
+
+    d nll / d logits = softmax - onehot;   d (z lse^2) / d logits = 2 z lse softmax.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z: float, rows: int) -> tuple[Tensor, Tensor]:
+        lse = torch.empty(len(labels), dtype=torch.float32, device=logits.device)  # [N]
+        nll_sum, square_sum = lse.new_zeros((), dtype=torch.float64), lse.new_zeros((), dtype=torch.float64)
+        for start in range(0, len(labels), rows):
+            piece = slice(start, start + rows)
+            wide = logits[piece].float()  # [C, V]
+            valid = labels[piece] != IGNORED  # [C]
+            lse[piece] = torch.logsumexp(wide, dim=-1)
+            target = wide.gather(-1, labels[piece].clamp(min=0)[:, None])[:, 0]  # [C]
+            nll_sum += torch.where(valid, lse[piece] - target, 0.0).sum(dtype=torch.float64)
+            if z:
+                square_sum += torch.where(valid, lse[piece].square(), 0.0).sum(dtype=torch.float64)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.z, ctx.rows = z, rows
+        return nll_sum.float(), (z * square_sum).float()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        nll_factor, z_factor = outputs
+        gradient = torch.empty_like(logits)  # [N, V], in the dtype of the logits
+        for start in range(0, len(labels), ctx.rows):
+            piece = slice(start, start + ctx.rows)
+            valid = (labels[piece] != IGNORED)[:, None]  # [C, 1]
+            scale = (
+                nll_factor + z_factor * (2.0 * ctx.z) * lse[piece, None] if ctx.z else nll_factor
+            )  # [C, 1]
+            wide = (logits[piece].float() - lse[piece, None]).exp_().mul_(scale)  # [C, V]
+            wide.scatter_add_(-1, labels[piece].clamp(min=0)[:, None], (-nll_factor).expand(len(valid), 1))
+            gradient[piece] = wide.masked_fill_(~valid, 0.0)
+        return gradient, None, None, None
