@@ -1,8 +1,8 @@
 """Starts a composed command, stops it without losing a step, and leaves nothing behind.
 
-`deepspeed` never gets a signal from here while its ranks live: on one host SIGTERM ends it and orphans the
-ranks, over several it runs a `pkill -f` there that ends every DeepSpeed job of the same Python. The way to stop
-is the stop file, which every rank reads; the launcher then ends because its ranks did.
+`deepspeed` never gets a signal from here while its ranks live: on one host SIGTERM ends it and orphans its
+ranks, over several it runs a `pkill -f` there that ends every DeepSpeed job of the same Python. The way to
+stop is the stop file, which every rank reads; the launcher then ends because its ranks did.
 """
 
 import fcntl
