@@ -71,7 +71,7 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     if small:
         raise InputError(
             f"mixture weight of {name!r} is {weights[name]:g} of {total:g}, less than one draw in "
-            f"{BLOCK_DRAWS}; the smallest weight that can be is {smallest:.3g}: raise it, or leave the source out"
+            f"{BLOCK_DRAWS}; the smallest sure to be drawn is {smallest:.3g}: raise it, or leave it out"
             for name in small
         )
     return Mixture(names=names, quotas=quotas, key=key)
@@ -91,7 +91,7 @@ def locate_samples(
 
 
 def _largest_remainder(shares: NDArray[np.float64]) -> tuple[int, ...]:
-    """Whole quotas that add up to a block: rounded down, plus one for the largest remainders (then by name)."""
+    """Whole quotas that add up to a block: rounded down, plus one for the largest remainders."""
     exact = shares * BLOCK_DRAWS
     quotas = np.floor(exact).astype(np.int64)
     missing = BLOCK_DRAWS - int(quotas.sum())

@@ -1,0 +1,240 @@
+"""A source of tokens: a `.bin`/`.idx` pair in the Megatron indexed format, memory-mapped.
+
+What Megatron-LM and GPT-NeoX write opens as it is; `docs/design/data-format.md` gives the layout. The file
+`PREFIX.json` beside it is ours and optional: it says what the format has no room for (vocabulary, tokenizer).
+
+Shapes: n samples asked for, L tokens a sequence.
+"""
+
+import hashlib
+import json
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_pretrain.errors import InputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER_BYTES = 34  # magic 9, version u64, type code u8, number of sequences u64, of document bounds u64
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()
+}
+_CHUNK = 1 << 20  # sequences checked at once, so that an index of any length needs little memory
+_EDGE_BYTES = 1 << 16
+_DAMAGED = "the index is damaged: copy it again, or prepare the source again"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSource:
+    """A stream of tokens on disk, and the documents it is made of. Reads touch only the tokens asked for."""
+
+    prefix: Path
+    stream: NDArray[Any]  # [num_tokens], memory-mapped
+    sequence_lengths: NDArray[np.int32]  # [num_sequences], memory-mapped
+    document_bounds: NDArray[np.int64]  # [num_documents + 1] indices of sequences, memory-mapped
+    sidecar: dict[str, Any] | None  # what `prepare` wrote beside it; None for a foreign corpus
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream, separators included."""
+        return int(self.stream.shape[0])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents as the bounds say: one may be several sequences."""
+        return int(self.document_bounds.shape[0]) - 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of a token on disk."""
+        return self.stream.dtype
+
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document: [num_documents]. Reads the whole index."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.diff(ends[self.document_bounds])
+
+    def tokens(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens [start, start + count) of the stream: [count].
+
+        Raises:
+            IndexError: they are not all there.
+        """
+        if start < 0 or count < 0 or start + count > self.num_tokens:
+            raise IndexError(f"{self.prefix}: no tokens [{start}, {start + count}) among {self.num_tokens}")
+        return np.asarray(self.stream[start : start + count]).astype(np.int64)
+
+    def num_samples(self, seq_len: int) -> int:
+        """Whole samples of `seq_len` inputs and the label after the last."""
+        return max(0, self.num_tokens - 1) // seq_len
+
+    def sample(self, index: int, seq_len: int) -> NDArray[np.int64]:
+        """Sample `index`: tokens [index * L, index * L + L + 1); its last is the first of the next."""
+        return self.tokens(index * seq_len, seq_len + 1)
+
+    def samples(self, indices: Sequence[int] | NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
+        """Several samples, in the order asked for: [n, L + 1]. No id is ever masked, padded or changed."""
+        out = np.empty((len(indices), seq_len + 1), dtype=np.int64)
+        for row, index in zip(out, indices, strict=True):
+            row[:] = self.tokens(int(index) * seq_len, seq_len + 1)
+        return out
+
+    def fingerprint(self) -> str:
+        """A hash that changes when the corpus does: of sizes, the index, both ends of the tokens."""
+        digest = hashlib.sha256(f"{self.stream.nbytes} {self.dtype.str}".encode())
+        for part in (self.sequence_lengths, self.document_bounds):
+            for start in range(0, part.size, _CHUNK):
+                digest.update(part[start : start + _CHUNK].tobytes())
+        edge = _EDGE_BYTES // self.dtype.itemsize
+        digest.update(self.stream[:edge].tobytes() + self.stream[-edge:].tobytes())
+        return digest.hexdigest()
+
+
+def stem_of(prefix: Path | str) -> Path:
+    """The prefix of a corpus, given with or without `.bin` or `.idx`."""
+    path = Path(prefix)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def file_of(prefix: Path, ending: str) -> Path:
+    """`PREFIX.bin` and its like; a prefix may hold dots of its own."""
+    return prefix.with_name(f"{prefix.name}.{ending}")
+
+
+def open_source(prefix: Path | str) -> TokenSource:
+    """Open a corpus by its prefix and check that its files fit together. Reads the index, not the tokens.
+
+    Raises:
+        InputError: a file is missing, foreign, truncated, or disagrees with another.
+    """
+    stem = stem_of(prefix)
+    bin_path, idx_path = file_of(stem, "bin"), file_of(stem, "idx")
+    missing = [path for path in (bin_path, idx_path) if not path.is_file()]
+    if missing:
+        raise InputError(
+            f"{path}: no such file; a source is a PREFIX.bin and a PREFIX.idx, "
+            f"as `ds-pretrain prepare --out {stem}` writes them"
+            for path in missing
+        )
+    dtype, lengths, bounds = _read_index(idx_path)
+    _check_bin(bin_path, idx_path, dtype, int(lengths.sum(dtype=np.int64)))
+    # Read before the map: an empty file cannot be mapped, and has been refused above.
+    stream = np.memmap(bin_path, dtype=dtype, mode="r")
+    source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(file_of(stem, "json")))
+    if problems := _sidecar_problems(source):
+        raise InputError(problems)
+    return source
+
+
+def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
+    """The token dtype, the sequence lengths and the document bounds of an `.idx`, checked."""
+    size = path.stat().st_size
+    again = "it is not a Megatron index, or was cut short: copy it again, or prepare the source again"
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
+        raise InputError(f"{path}: starts with {header[:9]!r}, expected {MAGIC!r}; {again}")
+    version, code = int.from_bytes(header[9:17], "little"), header[17]
+    num_sequences, num_bounds = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
+    if version != 1:
+        raise InputError(f"{path}: offset 9: version {version}, expected 1; {again}")
+    if code not in DTYPES:
+        raise InputError(
+            f"{path}: offset 17: type code {code}, expected one of {sorted(DTYPES)} (integers); "
+            "token ids cannot be read from it: prepare the source again"
+        )
+    expected = HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
+    if size != expected:
+        raise InputError(
+            f"{path}: {size} bytes, but its header ({num_sequences} sequences, {num_bounds} document bounds) "
+            f"asks for {expected}; {again}"
+        )
+    if num_sequences == 0:
+        raise InputError(f"{path}: holds no documents; prepare the source again from inputs that hold text")
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    lengths = np.frombuffer(mapped, "<i4", num_sequences, HEADER_BYTES)
+    pointers = np.frombuffer(mapped, "<i8", num_sequences, HEADER_BYTES + 4 * num_sequences)
+    bounds = np.frombuffer(mapped, "<i8", num_bounds, HEADER_BYTES + 12 * num_sequences)
+    if problems := _index_problems(path, DTYPES[code].itemsize, lengths, pointers, bounds):
+        raise InputError(problems)
+    return DTYPES[code], lengths, bounds
+
+
+def _index_problems(
+    path: Path,
+    itemsize: int,
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+) -> list[str]:
+    """What does not add up inside an index, each with the first place where it does not."""
+    problems = []
+    total = 0  # bytes before the chunk
+    for start in range(0, lengths.size, _CHUNK):
+        part = lengths[start : start + _CHUNK].astype(np.int64)
+        ends = total + np.cumsum(part) * itemsize
+        wrong = np.flatnonzero((pointers[start : start + _CHUNK] != ends - part * itemsize) | (part < 0))
+        if wrong.size:
+            at = start + int(wrong[0])
+            problems.append(
+                f"{path}: offset {HEADER_BYTES + 4 * lengths.size + 8 * at}: sequence {at} of "
+                f"{part[wrong[0]]} tokens is said to begin at byte {pointers[at]} and, by the lengths, "
+                f"ends at byte {ends[wrong[0]]}; {_DAMAGED}"
+            )
+            break
+        total = int(ends[-1])
+    ends_right = bounds.size >= 2 and bounds[0] == 0 and bounds[-1] == lengths.size
+    if not ends_right or bool((bounds[1:] < bounds[:-1]).any()):
+        problems.append(
+            f"{path}: offset {HEADER_BYTES + 12 * lengths.size}: the {bounds.size} document bounds do not "
+            f"rise from 0 to {lengths.size} sequences; {_DAMAGED}"
+        )
+    return problems
+
+
+def _check_bin(path: Path, idx_path: Path, dtype: np.dtype[Any], num_tokens: int) -> None:
+    size, expected = path.stat().st_size, num_tokens * dtype.itemsize
+    if size % dtype.itemsize:
+        raise InputError(
+            f"{path}: {size} bytes is not a multiple of {dtype.itemsize}, the bytes of a {dtype.name} token; "
+            "it was cut short or written with another type: copy it again, or prepare the source again"
+        )
+    if size != expected:
+        ratio = (
+            "" if size < expected else f" ({size / max(expected, 1):.2f} times as many: another token type?)"
+        )
+        raise InputError(
+            f"{path}: {size} bytes, but {idx_path.name} lists {num_tokens} {dtype.name} tokens, "
+            f"which are {expected} bytes{ratio}; copy both files again, or prepare the source again"
+        )
+    if num_tokens == 0:
+        raise InputError(f"{path}: holds no tokens; prepare the source again from inputs that hold text")
+
+
+def _read_sidecar(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        sidecar = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); remove it, or prepare the source again") from error
+    return sidecar if isinstance(sidecar, dict) else None
+
+
+def _sidecar_problems(source: TokenSource) -> list[str]:
+    """Where PREFIX.json and the index say different things: one of them belongs to another corpus."""
+    found = {"dtype": source.dtype.name, "tokens": source.num_tokens, "documents": source.num_documents}
+    return [
+        f"{file_of(source.prefix, 'json')}: {name} = {source.sidecar[name]!r}, but the index says {value!r}; "
+        "they belong to different corpora: copy all three files together, or prepare the source again"
+        for name, value in found.items()
+        if source.sidecar is not None and name in source.sidecar and source.sidecar[name] != value
+    ]

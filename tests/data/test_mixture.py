@@ -1,0 +1,117 @@
+"""Mixtures: exact quotas, O(1) seeking, epochs that differ."""
+
+import numpy as np
+import pytest
+
+from ds_pretrain.data.mixture import BLOCK_DRAWS, locate_samples, make_mixture
+from ds_pretrain.data.permute import make_key
+from ds_pretrain.errors import InputError
+
+WEIGHTS = {"web": 0.85, "code": 0.1, "math": 0.05}
+
+
+def test_quotas_are_within_one_draw_of_the_weights_and_fill_the_block() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        values = rng.uniform(0.01, 1, rng.integers(1, 12))
+        mixture = make_mixture({f"s{i:02}": float(v) for i, v in enumerate(values)}, key=1)
+        assert sum(mixture.quotas) == BLOCK_DRAWS
+        assert np.abs(np.array(mixture.quotas) - values / values.sum() * BLOCK_DRAWS).max() < 1
+
+
+def test_every_block_has_the_quotas_and_numbers_each_draw_of_a_source_once() -> None:
+    mixture = make_mixture(WEIGHTS, key=9)
+    source, draw = mixture.locate(np.arange(3 * BLOCK_DRAWS))
+    for index, quota in enumerate(mixture.quotas):
+        for block in range(3):
+            part = slice(block * BLOCK_DRAWS, (block + 1) * BLOCK_DRAWS)
+            found = np.sort(draw[part][source[part] == index])
+            np.testing.assert_array_equal(found, np.arange(block * quota, (block + 1) * quota))
+
+
+def test_blocks_are_shuffled_differently_and_sources_are_spread() -> None:
+    mixture = make_mixture(WEIGHTS, key=9)
+    source, _ = mixture.locate(np.arange(2 * BLOCK_DRAWS))
+    first, second = source[:BLOCK_DRAWS], source[BLOCK_DRAWS:]
+    assert (first != second).mean() > 0.1
+    web = mixture.names.index("web")
+    shares = (first.reshape(16, -1) == web).mean(axis=1)  # of 256 draws each
+    assert np.abs(shares - 0.85).max() < 0.1
+
+
+def test_a_draw_is_located_alike_alone_in_any_batch_and_far_away() -> None:
+    mixture = make_mixture(WEIGHTS, key=9)
+    draws = np.random.default_rng(1).integers(0, 2**50, 500)
+    source, number = mixture.locate(draws)
+    for at in range(0, 500, 50):
+        one_source, one_number = mixture.locate(draws[at : at + 1])
+        assert (one_source[0], one_number[0]) == (source[at], number[at])
+
+
+def test_the_order_of_keys_in_a_run_file_does_not_move_the_data() -> None:
+    assert make_mixture(WEIGHTS, 1) == make_mixture(dict(reversed(WEIGHTS.items())), 1)
+    assert make_mixture(WEIGHTS, 1) == make_mixture({name: 20 * w for name, w in WEIGHTS.items()}, 1)
+
+
+def test_draws_of_a_source_before_any_draw_are_counted_exactly() -> None:
+    mixture = make_mixture(WEIGHTS, key=4)
+    source, _ = mixture.locate(np.arange(3 * BLOCK_DRAWS))
+    for draw in (0, 1, 100, BLOCK_DRAWS - 1, BLOCK_DRAWS, BLOCK_DRAWS + 1, 2 * BLOCK_DRAWS + 777):
+        assert mixture.draws_of_source_before(draw) == tuple(np.bincount(source[:draw], minlength=3))
+    assert mixture.draws_of_source_before(10**12 * BLOCK_DRAWS) == tuple(q * 10**12 for q in mixture.quotas)
+
+
+def test_an_epoch_of_a_mixed_source_visits_each_sample_once() -> None:
+    mixture = make_mixture({"a": 0.7, "b": 0.3}, key=2)
+    source, number = mixture.locate(np.arange(8 * BLOCK_DRAWS))
+    mine = number[source == 0]
+    epoch, sample = locate_samples(mine, 1000, make_key(0, "a", 8))
+    for e in range(int(epoch.max())):
+        assert sorted(sample[epoch == e].tolist()) == list(range(1000))
+
+
+def test_p39_epochs_differ_and_depend_on_seed_and_epoch_only() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        got, sample = locate_samples(np.arange(epoch * 10, epoch * 10 + 10), 10, make_key(seed, "web", 8))
+        assert set(got.tolist()) == {epoch}
+        return sample.tolist()  # type: ignore[no-any-return]
+
+    orders = [tuple(order(7, epoch)) for epoch in range(6)]
+    assert all(sorted(o) == list(range(10)) for o in orders)
+    assert len(set(orders)) == 6
+    # Whatever is read before, after or together, an epoch has one order.
+    together = locate_samples(np.arange(60)[::-1], 10, make_key(7, "web", 8))[1][::-1]
+    assert [tuple(o) for o in together.reshape(6, 10).tolist()] == orders
+    assert order(8, 0) != order(7, 0)
+    # The slices of three ranks are disjoint and complete in each epoch.
+    for o in orders:
+        assert sorted(sample for rank in range(3) for sample in o[rank::3]) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "the mixture is empty; give at least one source a positive weight"),
+        ({"a": 1.0, "b": 0.0}, r"mixture weight of 'b' is 0.0; expected a positive number"),
+        ({"a": float("nan")}, "mixture weight of 'a' is nan"),
+        (
+            {"a": 1.0, "b": 1e-5},
+            "mixture weight of 'b' is 1e-05 of 1.00001, less than one draw in 4096.*0.000244",
+        ),
+    ],
+)
+def test_a_weight_that_cannot_be_drawn_is_refused(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_mixture(weights, 1)
+
+
+def test_all_bad_weights_are_reported_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        make_mixture({"a": 1.0, "b": -1.0, "c": float("inf")}, 1)
+    assert len(caught.value.problems) == 2
+
+
+def test_one_source_alone_is_read_in_full() -> None:
+    source, number = make_mixture({"only": 3}, key=1).locate(np.arange(BLOCK_DRAWS))
+    assert not source.any()
+    assert sorted(number.tolist()) == list(range(BLOCK_DRAWS))
