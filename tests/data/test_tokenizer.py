@@ -1,0 +1,186 @@
+"""Tokenizers as values: bytes, saved ones with their traps, trained ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from ds_pretrain.data import tokenizer as module
+from ds_pretrain.data.tokenizer import copy_of, load_tokenizer, train_tokenizer
+from ds_pretrain.errors import InputError
+
+TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☃ 𝄞", "<|endoftext|> is text here", ""]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "bpe"
+    train_tokenizer(iter(TEXTS * 20), 300, folder, "note")
+    return folder
+
+
+def save_word_level(folder: Path, change: Any = None, **config: object) -> Path:
+    """A tokenizer of five words, `</s>` among them, after `change(model)`."""
+    words = {"[UNK]": 0, "a": 1, "b": 2, "</s>": 3, "<s>": 4}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["</s>", "<s>"])
+    if change is not None:
+        change(model)
+    folder.mkdir()
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_bytes_are_tokens_and_come_back() -> None:
+    loaded = load_tokenizer("bytes")
+    assert (loaded.vocab_size, loaded.eos_id) == (257, 256)
+    for text, ids in zip(TEXTS, loaded.encode(TEXTS), strict=True):
+        assert bytes(ids.tolist()) == text.encode()
+        assert loaded.decode([*ids, 256]) == text
+
+
+def test_a_trained_tokenizer_has_every_byte_and_comes_back(trained: Path) -> None:
+    loaded = load_tokenizer(str(trained))
+    assert loaded.vocab_size == 300
+    assert load_tokenizer(str(trained / "tokenizer.json")).hash == loaded.hash
+    for text, ids in zip(TEXTS, loaded.encode(TEXTS), strict=True):
+        assert loaded.decode(ids) == text
+        assert loaded.eos_id not in ids
+    assert (trained / "training.json").read_text() == "note"
+    assert [path.name for path in trained.parent.iterdir()] == ["bpe"]
+
+
+def test_a_trained_tokenizer_opens_in_transformers_with_the_same_ids(trained: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(str(trained)), load_tokenizer(str(trained))
+    assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eos_id)
+    assert theirs(TEXTS[1], add_special_tokens=False)["input_ids"] == ours.encode(TEXTS[1:2])[0].tolist()
+    assert theirs.decode(ours.encode(TEXTS[:1])[0].tolist()) == TEXTS[0]
+
+
+def test_training_twice_gives_the_same_tokenizer(trained: Path, tmp_path: Path) -> None:
+    train_tokenizer(iter(TEXTS * 20), 300, tmp_path / "again", "other")
+    assert load_tokenizer(str(tmp_path / "again")).hash == load_tokenizer(str(trained)).hash
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--train-tokenizer 256: .* at least 257 entries, 256 bytes and"):
+        train_tokenizer(iter(TEXTS), 256, tmp_path / "t", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_p41_the_vocabulary_counts_added_tokens_and_holes(tmp_path: Path) -> None:
+    plain = load_tokenizer(str(save_word_level(tmp_path / "plain", eos_token="</s>")))
+    added = save_word_level(
+        tmp_path / "added", lambda m: m.add_special_tokens(["<x>", "<y>", "<z>"]), eos_token="</s>"
+    )
+    loaded = load_tokenizer(str(added))
+    assert (plain.vocab_size, loaded.vocab_size) == (5, 8)
+    assert loaded.hash != plain.hash
+    model = json.loads((added / "tokenizer.json").read_text())
+    model["model"]["vocab"]["b"] = 100  # no id between 8 and 100
+    (added / "tokenizer.json").write_text(json.dumps(model))
+    assert load_tokenizer(str(added)).vocab_size == 101
+
+
+def test_p37_special_tokens_come_neither_from_the_tokenizer_nor_from_the_text(tmp_path: Path) -> None:
+    def add_both(model: Any) -> None:
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 3)]
+        )
+
+    loaded = load_tokenizer(str(save_word_level(tmp_path / "t", add_both, eos_token={"content": "</s>"})))
+    for one in (loaded, copy_of(loaded)):
+        assert [ids.tolist() for ids in one.encode(["a b", "a b a"])] == [[1, 2], [1, 2, 1]]
+    bpe = tmp_path / "bpe"
+    train_tokenizer(iter(TEXTS * 20), 300, bpe, "")
+    written_out = load_tokenizer(str(bpe))
+    for one in (written_out, copy_of(written_out)):
+        assert one.eos_id not in one.encode(["x<|endoftext|>y"])[0]
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_do_not_cut_documents(tmp_path: Path) -> None:
+    def cut_and_fill(model: Any) -> None:
+        model.enable_truncation(2)
+        model.enable_padding(length=4)
+
+    loaded = load_tokenizer(str(save_word_level(tmp_path / "t", cut_and_fill, eos_token="</s>")))
+    assert [ids.tolist() for ids in loaded.encode(["a b a b a", "a"])] == [[1, 2, 1, 2, 1], [1]]
+
+
+def test_eos_is_read_from_either_file_or_given(tmp_path: Path) -> None:
+    folder = save_word_level(tmp_path / "t")
+    with pytest.raises(InputError, match=r"nothing says which token ends a document; .*--eos-token.*'</s>'"):
+        load_tokenizer(str(folder))
+    with pytest.raises(InputError, match="it has no token '<eos>'; pass the token with --eos-token"):
+        load_tokenizer(str(folder), "<eos>")
+    assert load_tokenizer(str(folder), "<s>").eos_id == 4
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    loaded = load_tokenizer(str(folder))
+    assert loaded.eos_id == 3
+    assert loaded.hash != load_tokenizer(str(folder), "<s>").hash
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c"])
+def test_a_tokenizer_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"tokenizer {name}: no such file or folder; expected `bytes`"):
+        load_tokenizer(name)
+
+
+def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"its tokenizer\.json cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_that_transformers_cannot_convert_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no tokenizer\.json and cannot be converted"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_hub_name_without_a_connection_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_: object) -> str:
+        raise LocalEntryNotFoundError("cannot find the file in the cache, and outgoing traffic is disabled")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(InputError, match=r"outgoing traffic is disabled.*run `hf download some/model`"):
+        load_tokenizer("some/model")
+
+
+def test_a_hub_tokenizer_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    folder = save_word_level(tmp_path / "t", eos_token="</s>")
+
+    def download(name: str, file: str) -> str:
+        assert name == "some/model"
+        if not (folder / file).exists():
+            raise EntryNotFoundError(file)
+        return str(folder / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert load_tokenizer("some/model").hash == load_tokenizer(str(folder)).hash
+
+
+def test_loading_a_tokenizer_from_disk_imports_neither_torch_nor_transformers(trained: Path) -> None:
+    code = (
+        "import sys; from ds_pretrain.data.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(trained)!r});"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ids_come_as_arrays_that_hold_them(trained: Path) -> None:
+    for loaded in (load_tokenizer("bytes"), load_tokenizer(str(trained))):
+        assert all(np.issubdtype(ids.dtype, np.integer) for ids in loaded.encode(TEXTS))
+    assert module.BYTES == "bytes"
