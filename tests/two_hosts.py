@@ -68,7 +68,8 @@ class TwoHosts:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            self.end_all_but_first()
+            self.end_all(0)
+            self.end_all(1)
             output, _ = process.communicate()
             raise AssertionError(f"not done after {timeout} s:\n{output}") from None
         return subprocess.CompletedProcess(argv, process.returncode, output, "")
@@ -100,12 +101,12 @@ class TwoHosts:
                 continue
         return found
 
-    def end_all_but_first(self) -> None:
-        """End what runs on the hosts, except the sshd that listens."""
-        for host, first in enumerate(self.first_process):
-            for pid in self.pids(host):
-                if pid != first:
-                    _kill(pid)
+    def end_all(self, host: int) -> None:
+        """Kill what runs on a host, except the sshd that listens."""
+        for pid in self.pids(host):
+            if pid != self.first_process[host]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     with ExitStack() as stack:
         first = tuple(stack.enter_context(_host(folder, index)) for index in range(2))
         _connect(first)
-        hosts = TwoHosts(folder / "hostfile", ADDRESSES, folder, (first[0], first[1]))
+        hosts = TwoHosts(folder / "hostfile", NAMES, folder, (first[0], first[1]))
         _wait_for_ssh(hosts)
         yield hosts
 
@@ -158,7 +159,11 @@ def _write_files(folder: Path) -> None:
     _script(folder / "bin/ssh", f'exec {shutil.which("ssh")} -F {folder / "ssh_config"} "$@"')
     # DeepSpeed's runner answers SIGTERM with a `pkill -f` by a pattern; here it may end nothing.
     _script(folder / "bin/pkill", f'echo "$@" >> {folder / "pkill_calls"}')
-    (folder / "hostfile").write_text("# two hosts\n\n" + "".join(f"{a} slots=1\n" for a in ADDRESSES))
+    # Name look-ups are answered from here; without it each would wait for a server that cannot be reached.
+    table = "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, NAMES, strict=True))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
+    (folder / "resolv.conf").write_text("")
+    (folder / "hostfile").write_text("# two hosts\n\n" + "".join(f"{n} slots=1\n" for n in NAMES))
 
 
 def _script(path: Path, body: str) -> None:
@@ -172,7 +177,8 @@ def _host(folder: Path, index: int) -> Iterator[int]:
     wait_for_cable = (
         f"until ip addr show dev {NETWORK_DEVICE} 2>/dev/null | grep -q inet; do sleep 0.05; done"
     )
-    inside = f"hostname {NAMES[index]}; ip link set lo up; {wait_for_cable}; "
+    inside = f"mount --bind {folder}/hosts /etc/hosts; mount --bind {folder}/resolv.conf /etc/resolv.conf; "
+    inside += f"hostname {NAMES[index]}; ip link set lo up; {wait_for_cable}; "
     inside += f"exec {SSHD} -D -e -f {folder}/sshd_{ADDRESSES[index]}.conf"
     unshare = ["unshare", "-n", "-u", "-p", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
     with (folder / f"sshd_{index}.log").open("w") as log:
@@ -212,14 +218,9 @@ def _ip(words: list[str]) -> None:
 
 def _wait_for_ssh(hosts: TwoHosts) -> None:
     deadline = monotonic() + 30
-    for address in ADDRESSES:
+    for address in NAMES:
         while (answer := hosts.run(["ssh", address, "true"], hosts.folder, timeout=20)).returncode:
             if monotonic() > deadline:
                 logs = "".join((hosts.folder / f"sshd_{i}.log").read_text() for i in range(2))
                 raise AssertionError(f"no ssh to {address}: {answer.stdout}\n{logs}")
             time.sleep(0.1)
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

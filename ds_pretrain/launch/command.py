@@ -115,10 +115,10 @@ def _on_this_host(
     gpus = count_gpus(environment)
     if gpus and ranks is not None and ranks > gpus:
         raise InputError(f"--ranks {ranks}, but this host offers {gpus} GPU(s); give at most {gpus}")
-    added: dict[str, str] = {}
+    added = _own_programs_first(environment)
     if gpus == 0:
         ranks = ranks or 1
-        added = _cpu_settings(ranks, environment)
+        added |= _cpu_settings(ranks, environment)
     count = ranks or gpus
     devices: list[str] = ["--num_gpus", str(count)] if count else []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -143,7 +143,8 @@ def _one_local_entry(
     gpus = count_gpus(environment)
     if gpus and hosts[0].slots > gpus:
         raise InputError(f"hostfile {hostfile}: slots={hosts[0].slots}, but this host offers {gpus} GPU(s)")
-    added = _cpu_settings(hosts[0].slots, environment) if gpus == 0 else {}
+    added = _own_programs_first(environment)
+    added |= _cpu_settings(hosts[0].slots, environment) if gpus == 0 else {}
     argv = [
         *_launcher(environment),
         "--hostfile",
@@ -178,7 +179,7 @@ def _over_ssh(
         problems.append("pdsh is not installed on this host, and the launcher starts other hosts with it")
     if problems:
         raise InputError(problems)
-    environment = dict(environment)
+    environment = {**environment, **_own_programs_first(environment)}
     if environment.get("DS_ACCELERATOR") == "cpu":  # said, not guessed: this host need not be like the others
         environment |= _cpu_settings(max(host.slots for host in hosts), environment)
     shipped, withheld = variables_to_ship(environment, Path.cwd())
@@ -200,6 +201,16 @@ def _launcher(environment: Mapping[str, str]) -> list[str]:
             f"`deepspeed` is neither beside {sys.executable} nor on PATH; install it: pip install deepspeed"
         )
     return [found, "--log_level", "warning"]
+
+
+def _own_programs_first(environment: Mapping[str, str]) -> dict[str, str]:
+    """PATH as in an activated virtual environment, for the tools with which DeepSpeed builds its operators.
+
+    Two versions of ninja in turn, one from here and one of the system, would build them anew each time.
+    """
+    own = str(Path(sys.executable).parent)
+    folders = environment.get("PATH", os.defpath).split(os.pathsep)
+    return {} if folders[0] == own else {"PATH": os.pathsep.join([own, *folders])}
 
 
 def _cpu_settings(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
     python -m tests.launch.rank [--local_rank=N] OUT WORD...
 
-`train` waits for the stop file, and then ends as a preempted run does; `deaf` waits for SIGKILL; `code=N` ends with
-N; `quiet` ends with 0 and does not say so; `reduce` sums the ranks' numbers over all hosts; `show` writes down what
-environment and words arrived.
+`train` waits for the stop file, and then ends as a preempted run does; `deaf` waits for SIGKILL; `code=N`
+ends with N; `quiet` does not write its exit code down; `child` leaves a child; `reduce` sums the ranks'
+numbers over all hosts; `show` writes down what environment and words arrived.
 """
 
 import json

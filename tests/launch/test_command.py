@@ -16,8 +16,9 @@ from ds_pretrain.launch import command as command_module
 from ds_pretrain.launch.command import Command, compose, count_gpus, free_port
 from ds_pretrain.launch.hosts import Host
 
-CPU = {"PATH": os.environ["PATH"], "DS_ACCELERATOR": "cpu", "HOME": "/nonexistent"}
-TWO_GPUS = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "2,5", "HOME": "/nonexistent"}
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
+CPU = {"PATH": PATH, "DS_ACCELERATOR": "cpu", "HOME": "/nonexistent"}
+TWO_GPUS = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "2,5", "HOME": "/nonexistent"}
 
 
 def understood(command: Command) -> Any:
@@ -38,7 +39,7 @@ def pdsh(tmp_path: Path) -> dict[str, str]:
     program = tmp_path / "bin/pdsh"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    return {**CPU, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    return {**CPU, "PATH": f"{tmp_path / 'bin'}:{PATH}"}
 
 
 def test_one_host_gets_its_ranks_the_module_the_run_file_and_the_overrides_last() -> None:
@@ -57,16 +58,25 @@ def test_a_host_without_gpus_trains_one_cpu_rank_and_says_so_to_deepspeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command_module, "count_gpus", lambda environment: 0)
-    command = compose("run.toml", environment={"PATH": os.environ["PATH"]})
+    command = compose("run.toml", environment={"PATH": PATH})
     assert understood(command).num_gpus == 1
     cores = len(os.sched_getaffinity(0))
     assert command.environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(cores)}
-    many = compose("run.toml", ranks=10 * cores, environment={"PATH": os.environ["PATH"]})
+    many = compose("run.toml", ranks=10 * cores, environment={"PATH": PATH})
     assert many.environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_settings_that_a_person_made_are_kept() -> None:
     assert compose("run.toml", environment={**CPU, "OMP_NUM_THREADS": "7"}).environment == {}
+
+
+def test_the_tools_of_this_python_come_first_on_the_path(tmp_path: Path, pdsh: dict[str, str]) -> None:
+    own = str(Path(sys.executable).parent)
+    expected = f"{own}:/usr/bin:/bin"
+    assert compose("run.toml", environment={**CPU, "PATH": "/usr/bin:/bin"}).environment["PATH"] == expected
+    assert "PATH" not in compose("run.toml", environment={**CPU, "PATH": expected}).environment
+    several = compose("run.toml", hostfile=hostfile(tmp_path, "a slots=1\nb slots=1\n"), environment=pdsh)
+    assert several.shipped["PATH"] == f"{own}:{pdsh['PATH']}"
 
 
 def test_all_visible_gpus_are_used_and_exactly_those() -> None:

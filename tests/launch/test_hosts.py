@@ -33,7 +33,7 @@ REJECTED = {
     "a slots=eight": "line 1: 'a slots=eight': not understood",
     "a slots=2.5": "'2.5' is not a whole number",
     "a slots=-1": "'-1' is not a whole number",
-    "a lots=8": "line 1: 'a lots=8': not understood; expected `name slots=N`, as in `node-0 slots=8`; no `slots",
+    "a lots=8": "line 1: 'a lots=8': not understood; expected `name slots=N`, as in `node-0 slots=8`; no `",
     "a slots = 8": "no blanks around `=`",
     "a slots= 8": "no blanks around `=`",
     "a slots=8 max_slots=8": "only a comment may follow, after a blank",

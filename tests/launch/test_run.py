@@ -120,7 +120,7 @@ def test_an_old_stop_request_does_not_stop_the_next_start(tmp_path: Path) -> Non
 
 def test_an_unwritable_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="out = .*file/run: cannot write there"):
+    with pytest.raises(InputError, match=r"out = .*file/run: cannot write there"):
         run(launcher("touch", str(tmp_path / "started")), tmp_path / "file/run")
     assert not (tmp_path / "started").exists()
 
