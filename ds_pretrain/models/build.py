@@ -149,8 +149,9 @@ def _constructed(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ImportError, ValueError, AssertionError) as error:
+        chosen = attention or "automatic"
         raise InputError(
-            f'model config: "{config.model_type}" cannot be built (attention: {attention or "automatic"}): {error}'
+            f'model config: "{config.model_type}" cannot be built (attention {chosen}): {error}'
         ) from error
 
 
@@ -205,7 +206,7 @@ def _recompute(model: Any, family: str) -> None:
 
 @contextmanager
 def _uninitialized_memory_is_nan() -> Iterator[None]:
-    """Fill what constructors leave uninitialized with NaN: a weight that nothing initializes is then found."""
+    """Fill what constructors leave uninitialized with NaN: a weight that nothing initializes then shows."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

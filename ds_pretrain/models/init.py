@@ -2,8 +2,8 @@
 
 Embeddings and projections are normal with the config's `initializer_range`; the projections that end a
 residual branch are smaller by sqrt(2 layers) (GPT-2, section 2.3); biases are zero; norms and whatever else a
-family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. Only rank 0 draws,
-one parameter at a time, in fp32 on the CPU.
+family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. Only rank 0
+draws, one parameter at a time, in fp32 on the CPU.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ def initialize(
             continue
         with gather([parameter]):
             if world.is_main:
-                parameter.data.copy_(_drawn(seed, name, whole_shape(parameter), wanted))
+                _write(parameter, _drawn(seed, name, whole_shape(parameter), wanted))
                 asked[name] = _Asked(0.0, wanted, sampled=wanted > 0)
     for prefix, module in _modules_with_own_rule(model, std, num_layers):
         subtree = [(f"{prefix}.{n}" if prefix else n, m, p) for n, m, p in owned_parameters(module)]
@@ -156,6 +156,12 @@ def _drawn(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
 
 
+def _write(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set the values; skip a parameter that is not whole here, since only the check fails on all ranks."""
+    if parameter.shape == values.shape:
+        parameter.data.copy_(values)
+
+
 def _hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -188,7 +194,7 @@ def _initialize_by_family(
         direct = owner is module
         touched = not bool(values.isnan().all())
         if direct or (touched and name.split(".")[-2] not in _RESIDUAL_OUTPUTS and not is_norm(owner)):
-            parameter.data.copy_(values if touched else before)
+            _write(parameter, values if touched else before)
             moments = _measure(parameter.data)
             asked[name] = _Asked(moments.mean, moments.std, sampled=False)
     return asked

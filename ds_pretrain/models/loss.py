@@ -50,7 +50,7 @@ def _refuse_foreign_labels(labels: Tensor, vocabulary: int) -> None:
         position = int(foreign.nonzero()[0, 0])
         raise ValueError(
             f"label {int(labels[position])} at position {position} is outside the vocabulary "
-            f"[0, {vocabulary}) and is not {IGNORED} (ignored); the data were tokenized for a larger vocabulary"
+            f"[0, {vocabulary}) and is not {IGNORED}; the data were tokenized for a larger vocabulary"
         )
 
 
