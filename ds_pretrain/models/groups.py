@@ -12,6 +12,11 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """True if ZeRO-3 holds the parameter in parts, so that it is whole only while gathered."""
+    return hasattr(parameter, "ds_shape")
+
+
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Every parameter once: its name (the first one, if it is tied), the module that owns it, and it."""
     seen: set[int] = set()

@@ -2,8 +2,8 @@
 
 Embeddings and projections are normal with the config's `initializer_range`; the projections that end a
 residual branch are smaller by sqrt(2 layers) (GPT-2, section 2.3); biases are zero; norms and whatever else a
-family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. Only rank 0
-draws, one parameter at a time, in fp32 on the CPU.
+family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. One parameter at
+a time is drawn, in fp32 on the CPU: on rank 0 if it is partitioned, on every rank (to the same bits) if not.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_pretrain.errors import RunError
-from ds_pretrain.models.groups import is_norm, owned_parameters, whole_shape
+from ds_pretrain.models.groups import is_norm, is_partitioned, owned_parameters, whole_shape
 from ds_pretrain.world import World, from_main
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
@@ -91,13 +91,13 @@ def initialize(
         if wanted is None:
             continue
         with gather([parameter]):
-            if world.is_main:
+            if world.is_main or not is_partitioned(parameter):
                 _write(parameter, _drawn(seed, name, whole_shape(parameter), wanted))
                 asked[name] = _Asked(0.0, wanted, sampled=wanted > 0)
     for prefix, module in _modules_with_own_rule(model, std, num_layers):
         subtree = [(f"{prefix}.{n}" if prefix else n, m, p) for n, m, p in owned_parameters(module)]
         with gather([parameter for _, _, parameter in subtree]):
-            if world.is_main:
+            if world.is_main or not any(is_partitioned(parameter) for _, _, parameter in subtree):
                 asked |= _initialize_by_family(model, module, subtree, f"{seed}:{prefix}")
     return check_weights(model, from_main(world, asked), gather)
 
