@@ -2,8 +2,8 @@
 
 Embeddings and projections are normal with the config's `initializer_range`; the projections that end a
 residual branch are smaller by sqrt(2 layers) (GPT-2, section 2.3); biases are zero; norms and whatever else a
-family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. One parameter at
-a time is drawn, in fp32 on the CPU: on rank 0 if it is partitioned, on every rank (to the same bits) if not.
+family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. One parameter at a
+time is drawn, in fp32 on the CPU: on rank 0 if it is partitioned, on every rank, to the same bits, if it is not.
 """
 
 import hashlib
