@@ -1,9 +1,9 @@
 """Weights from (seed, name): the same bits at any world size and in any ZeRO stage; then checked.
 
 Embeddings and projections are normal with the config's `initializer_range`; the projections that end a
-residual branch are smaller by sqrt(2 layers) (GPT-2, section 2.3); biases are zero; norms and whatever else a
-family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. One parameter at a
-time is drawn, in fp32 on the CPU: on rank 0 if it is partitioned, on every rank, to the same bits, if it is not.
+residual branch are smaller by sqrt(2 layers) (GPT-2, section 2.3); biases are zero; norms and whatever else
+a family has (decay rates, routers, ...) are what the family's own `_init_weights` makes of them. Parameters
+are drawn one by one, in fp32 on the CPU: on rank 0 if partitioned, else on every rank, to the same bits.
 """
 
 import hashlib

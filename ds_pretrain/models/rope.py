@@ -1,8 +1,8 @@
 """Rotary frequencies in exact fp32, whatever dtype the engine cast the model to.
 
 A bf16 frequency is off by up to 1 part in 512: at position 4,096 that is an angle off by several radians.
-DeepSpeed rounds them twice: `zero.Init` makes tensors of its own dtype during construction, and opening a
-bf16 engine casts all buffers of the module.
+`zero.Init` rounds them, since inside it tensors are made in its own dtype; so does whatever casts the module
+with its buffers, as `module.bfloat16()` does.
 """
 
 import inspect
