@@ -1,8 +1,8 @@
 """Peak dense bf16 matrix throughput of known GPUs, in FLOP/s, as their makers state it (without sparsity).
 
 Sources: the makers' data sheets, https://resources.nvidia.com/en-us-tensor-core and
-https://www.amd.com/en/products/accelerators/instinct.html. NVIDIA prints most numbers with 2:4 sparsity; half of that
-is here.
+https://www.amd.com/en/products/accelerators/instinct.html. NVIDIA prints most numbers with 2:4 sparsity;
+half of that is here.
 """
 
 # The first key that is part of the device's name counts, so a variant stands before its family.

@@ -1,8 +1,9 @@
 """Where measurements go: an append-only file of JSON lines, and a terminal.
 
-A record is a mapping of plain values with "event" ("step", "validation", "start", "checkpoint", "stop", ...), "step"
-and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history of a run, thrown-away work
-included: nothing in it is ever changed. `latest_attempt` reads the history that counts out of it.
+A record is a mapping of plain values with "event" ("step", "validation", "start", "checkpoint", "stop",
+...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history of a
+run, thrown-away work included: nothing in it is ever changed. `latest_attempt` reads the history that
+counts out of it.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ class Sink(Protocol):
 class JsonLines:
     """Appends one strict-JSON object a line, each handed to the operating system before `write` returns.
 
-    A number that JSON cannot hold becomes the string "nan", "inf" or "-inf". A line that a killed process or a
-    full disk left torn is ended before the next one starts, so it costs one record and no more.
+    A number that JSON cannot hold becomes the string "nan", "inf" or "-inf". A line that a killed process
+    or a full disk left torn is ended before the next one starts, so it costs one record and no more.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,8 @@
 """Weights & Biases, where it can neither stop, delay nor duplicate a run. The only file that knows `wandb`.
 
-All calls into the client happen on one background thread, behind a bounded queue. When the client fails or hangs,
-one message says so, training goes on, and the client is opened again after growing pauses, under the same run id.
+All calls into the client happen on one background thread, behind a bounded queue. When the client fails or
+hangs, one message says so, training goes on, and the client is opened again after growing pauses, under the
+same run id.
 """
 
 import contextlib
@@ -52,10 +53,11 @@ class Client(Protocol):
 
 
 class Wandb:
-    """A sink for one W&B run. `write` never blocks or raises; `close` takes at most `patience.finish` seconds.
+    """A sink for one W&B run: `write` never blocks or raises, `close` takes at most `patience.finish`.
 
-    `first_index` must be above every index that an earlier start of this run used. W&B drops points whose own step
-    does not rise (https://github.com/wandb/wandb/issues/4482), so that step only counts; "train/step" is the axis.
+    `first_index` must be above every index that an earlier start of this run used. W&B drops points whose
+    own step does not rise (https://github.com/wandb/wandb/issues/4482), so that step only counts;
+    "train/step" is the axis.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Wandb:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as W&B keys ("train/loss", "validation/web", "checkpoint/seconds") with its step and attempt."""
+    """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt."""
     kind = record["event"]
     values = dict(record.get("losses", {})) if kind == "validation" else dict(record)
     prefix = "train" if kind == "step" else kind
@@ -198,7 +200,7 @@ class Opened:
         self._run.log(data, step=step)
 
     def finish(self) -> None:
-        """Finish the run and end the service; a broken one is forgotten, so the next opening starts another."""
+        """Finish the run and end the service; a broken one is forgotten, to be opened afresh."""
         try:
             self._run.finish()
         finally:

@@ -30,6 +30,7 @@ RECORD = StepRecord(
     samples=10,
     step_seconds=2.0,
     data_wait_seconds=0.1,
+    batch_checksum=0,
 )
 
 
