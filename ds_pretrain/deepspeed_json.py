@@ -14,10 +14,74 @@ from ds_pretrain.errors import InputError
 
 # Top-level keys that mean something to a pretraining run. A key outside is refused: DeepSpeed would ignore it.
 TOP_LEVEL_KEYS = frozenset(
-    ["activation_checkpointing", "aio", "bf16", "checkpoint", "comms_logger", "communication_data_type", "compile", "data_types", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "log_level", "managed_gradient_accumulation", "memory_breakdown", "optimizer", "prescale_gradients", "steps_per_print", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"]
+    [
+        "activation_checkpointing",
+        "aio",
+        "bf16",
+        "checkpoint",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "data_types",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "flops_profiler",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "optimizer",
+        "prescale_gradients",
+        "steps_per_print",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    ]
 )
 ZERO_KEYS = frozenset(
-    ["stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size", "overlap_comm", "offload_param", "offload_optimizer", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters", "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module"]
+    [
+        "stage",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "use_multi_rank_bucket_allreduce",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "offload_param",
+        "offload_optimizer",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+        "ignore_unused_parameters",
+        "round_robin_gradients",
+        "parameter_alignment",
+        "zero_hpz_partition_size",
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+        "memory_efficient_linear",
+        "override_module_apply",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "leaf_module",
+    ]
 )
 # Keys that DeepSpeed knows and that cannot be used here, each with the reason and the way round.
 REFUSED_KEYS = {

@@ -82,7 +82,7 @@ class Engine(Protocol):
 
 def initialize_distributed(world: World) -> None:
     """Join the process group (NCCL on GPUs, gloo on CPUs) that the launcher's variables describe. Collective."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    quiet_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
     if dist.is_initialized():
@@ -95,6 +95,17 @@ def initialize_distributed(world: World) -> None:
         deepspeed.init_distributed(
             backend, verbose=False, init_method=f"file://{meeting}", rank=0, world_size=1
         )
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed from logging what no one acts on, and from compiling a collective at each CPU start.
+
+    On CPUs it builds a shared-memory reduction with the C++ compiler of the host: a minute on a fresh machine,
+    an error without a compiler, and nothing that gloo does not do.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:

@@ -52,6 +52,14 @@ class Plan:
         identity["model"]["config"] = json.loads(self.model_text)  # the content, wherever the file lies
         return identity
 
+    def may_change(self, path: str) -> bool:
+        """True if a start may give the field another value on purpose."""
+        return _covers(CHANGEABLE, path)
+
+    def accepts(self, path: str) -> bool:
+        """True if `accept_changes` names the field, or a section that it lies in."""
+        return self.may_change(path) and _covers(self.run.accept_changes, path)
+
 
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """Read the run file and the two JSON files that it names, and check them against one another.
@@ -171,6 +179,10 @@ def _way_out(sequences: int, micro: int) -> str:
     return f"world sizes that do: {shown} (or another batch.micro_sequences)"
 
 
+def _covers(sections: Sequence[str], path: str) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+
 def _steps(duration: Duration, timeline: Timeline) -> int:
     return to_steps(duration, timeline.segments[0].tokens_per_step, timeline.last_step)
 
@@ -207,7 +219,7 @@ def _contradictions(run: Run) -> Iterator[str]:
         if not phase.mixture:
             yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
     for path in run.accept_changes:
-        if not any(path == c or path.startswith(f"{c}.") for c in CHANGEABLE):
+        if not _covers(CHANGEABLE, path):
             yield (
                 f"accept_changes names `{path}`, which a started run cannot change; what it can: "
                 f"{', '.join(CHANGEABLE)}"

@@ -26,6 +26,7 @@ class StepRecord:
     num_valid_tokens_min_rank: int
     tokens: int  # read in all, up to and including this step
     samples: int  # read in all, up to and including this step
+    batch_checksum: int  # sum of the samples' CRC-32: the same data gives the same, on any number of ranks
     step_seconds: float
     data_wait_seconds: float  # the longest of any rank
 

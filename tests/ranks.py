@@ -27,6 +27,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.gpt2.modeling_gpt2",
+    "ds_pretrain.train",
 ]
 
 _context = multiprocessing.get_context("forkserver")
@@ -128,7 +129,10 @@ def _rank_main(
     import deepspeed
     import torch
 
+    from ds_pretrain.engine import quiet_deepspeed
+
     torch.set_num_threads(1)
+    quiet_deepspeed()
     try:
         deepspeed.init_distributed(
             backend,

@@ -8,6 +8,7 @@ A restore takes the newest folder whose manifest verifies on every rank. `latest
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -58,27 +59,27 @@ def save(
         RunError: a rank could not write; nothing was published, and what was there before is intact.
     """
     name = step_name(state.step)
-    partial = root / f"{name}{PARTIAL}"
-    _on_main(world, lambda: _start_partial(partial))
-    shards.save(root, partial.name)
+    unfinished = root / f"{name}{PARTIAL}"
+    _on_main(world, lambda: _start_partial(unfinished))
+    shards.save(root, unfinished.name)
     problem: str | None = None
     entries: dict[str, FileEntry] = {}
     try:
-        save_streams(partial, world.rank)
+        save_streams(unfinished, world.rank)
         if world.is_main:
             for file, text in {**texts, RUN_STATE: state.to_json()}.items():
-                (partial / file).write_text(text, encoding="utf-8")
+                (unfinished / file).write_text(text, encoding="utf-8")
     except OSError as error:
         problem = f"rank {world.rank}: {error}"
     _agree(world, problem, name)  # every file is written once all ranks are here
     try:
-        entries = _seal(partial, world.rank)
+        entries = _seal(unfinished, world.rank)
     except OSError as error:
         problem = f"rank {world.rank}: {error}"
     _agree(world, problem, name)
     files = {n: e for rank_entries in gather_objects(world, entries) for n, e in rank_entries.items()}
     sealed = replace(manifest, files=dict(sorted(files.items())))
-    _on_main(world, lambda: _publish(root, partial, name, sealed))
+    _on_main(world, lambda: _publish(root, unfinished, name, sealed))
     return sealed
 
 
@@ -95,7 +96,7 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
         reasons = [r for r in gather_objects(world, _broken_reason(folder, world)) if r is not None]
         if not reasons:
             return _open(folder, world)
-        _on_main(world, lambda folder=folder, reason=reasons[0]: _set_aside(folder, reason, tell))
+        _on_main(world, partial(_set_aside, folder, reasons[0], tell))
     if candidates:
         raise InputError(
             f"none of the {len(candidates)} checkpoints in {root} verifies (each is named above and set aside as "
@@ -124,31 +125,31 @@ def prune(root: Path, keep: int, world: World, tell: Tell) -> None:
                 tell(f"cannot delete the old checkpoint {folder}: {error}; training goes on")
 
 
-def _start_partial(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    if partial.exists():
-        shutil.rmtree(partial)  # what an earlier save of this step left when it was killed
-    partial.mkdir()
+def _start_partial(unfinished: Path) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
+    unfinished.mkdir()
 
 
-def _seal(partial: Path, rank: int) -> dict[str, FileEntry]:
+def _seal(unfinished: Path, rank: int) -> dict[str, FileEntry]:
     """Sync and sum the files that this rank wrote."""
     entries = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        name = path.relative_to(partial).as_posix()
+    for path in sorted(p for p in unfinished.rglob("*") if p.is_file()):
+        name = path.relative_to(unfinished).as_posix()
         if owner(name) == rank:
             sync_file(path)
             entries[name] = FileEntry(path.stat().st_size, checksum(path))
     return entries
 
 
-def _publish(root: Path, partial: Path, name: str, manifest: Manifest) -> None:
-    sync_folder(partial / "rng")
-    write_atomic(partial / MANIFEST, manifest.to_json())
+def _publish(root: Path, unfinished: Path, name: str, manifest: Manifest) -> None:
+    sync_folder(unfinished / "rng")
+    write_atomic(unfinished / MANIFEST, manifest.to_json())
     final = root / name
     if final.exists():  # the same step saved again: after a rollback, or by another start
         shutil.rmtree(final)
-    partial.rename(final)
+    unfinished.rename(final)
     sync_folder(root)
     write_atomic(root / "latest", f"{name}\n")
 

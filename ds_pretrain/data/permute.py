@@ -69,9 +69,7 @@ def _apply(index: NDArray[np.integer], size: int, key: int | Words, network: _Ne
     out = np.empty_like(flat)
     for start in range(0, flat.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        # With one key for all, one word is mixed, not one for each element.
-        mixed = _mix(keys[part] if isinstance(key, np.ndarray) else np.full(1, key, dtype=np.uint64))
-        out[part] = _walk(flat[part], size, mixed, network)
+        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part])), network)
     return out.reshape(index.shape)
 
 
@@ -83,6 +81,11 @@ def _walk(values: Words, size: int, keys: Words, network: _Network) -> Words:
         values[outside] = network(values[outside], size, keys[outside] if keys.size > 1 else keys)
         outside = outside[values[outside] >= np.uint64(size)]
     return values
+
+
+def _one_if_equal(keys: Words) -> Words:
+    """One key where all are the same, as within an epoch or a block: less to compute."""
+    return keys[:1] if keys.size and bool((keys == keys[0]).all()) else keys
 
 
 def _sides(size: int) -> tuple[int, int]:
@@ -108,26 +111,39 @@ def _backward(values: Words, size: int, keys: Words) -> Words:
     a, b = _sides(size)
     left, right = np.divmod(values, np.uint64(b))
     for number in range(_num_rounds(size) - 2, -1, -2):
-        right = _add(right, np.uint64(b - 1) - _round(left, keys, number + 1, b), b, 1)
-        left = _add(left, np.uint64(a - 1) - _round(right, keys, number, a), a, 1)
+        right = _add(right, np.uint64(b) - _round(left, keys, number + 1, b), b)
+        left = _add(left, np.uint64(a) - _round(right, keys, number, a), a)
     return left * np.uint64(b) + right
 
 
 def _round(half: Words, keys: Words, number: int, modulus: int) -> Words:
     """A pseudo-random word in [0, modulus) from one half: 32 bits, scaled (modulus is at most 2**31)."""
-    words = _mix(half + keys + np.uint64((number + 1) * _GOLDEN & _WORD))
-    return (words >> np.uint64(32)) * np.uint64(modulus) >> np.uint64(32)
+    words = half + (keys + np.uint64((number + 1) * _GOLDEN & _WORD))
+    _stir(words)
+    words >>= np.uint64(32)  # the best bits; the last step of the finalizer would not change them
+    words *= np.uint64(modulus)
+    words >>= np.uint64(32)
+    return words
 
 
-def _add(half: Words, other: Words, modulus: int, one: int = 0) -> Words:
-    """half + other + one modulo `modulus`, without a division: the sum is below twice the modulus."""
-    total = half + other + np.uint64(one)
-    return total - np.uint64(modulus) * (total >= np.uint64(modulus))
+def _add(half: Words, other: Words, modulus: int) -> Words:
+    """half + other modulo `modulus`, without a division: the sum is below twice the modulus."""
+    total = half + other
+    # Unsigned: below the modulus the difference wraps round to a huge number, and the sum is the lesser.
+    return np.minimum(total, total - np.uint64(modulus))
+
+
+def _stir(words: Words) -> None:
+    """The finalizer of SplitMix64 but for its last shift, in place."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: Words) -> Words:
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = words.copy()
+    _stir(words)
     return words ^ (words >> np.uint64(31))
 
 

@@ -1,0 +1,35 @@
+"""When a checkpoint is due."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from ds_pretrain.timeline import Duration, Timeline
+
+
+def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) -> bool:
+    """True if `step` finished steps, or the tokens they read, pass a multiple of a trigger. The same on all ranks."""
+    return any(
+        (trigger.unit == "steps" and step % int(trigger.amount) == 0)
+        or (trigger.unit == "tokens" and _passed(timeline, step, int(trigger.amount)))
+        for trigger in triggers
+    )
+
+
+class WallClock:
+    """Time since the last save, on one rank: its answer has to be shared before anyone acts on it."""
+
+    def __init__(self, triggers: Sequence[Duration]) -> None:
+        self._seconds = min((t.seconds for t in triggers if t.unit == "seconds"), default=None)
+        self._since = monotonic()
+
+    def is_due(self) -> bool:
+        """True if the shortest wall-clock trigger has passed since `restart`."""
+        return self._seconds is not None and monotonic() - self._since >= self._seconds
+
+    def restart(self) -> None:
+        """Count from now: a checkpoint was saved."""
+        self._since = monotonic()
+
+
+def _passed(timeline: Timeline, step: int, tokens: int) -> bool:
+    return timeline.tokens_before(step) // tokens > timeline.tokens_before(step - 1) // tokens

@@ -1,0 +1,45 @@
+"""Validation on fixed samples: the same at every validation and on any number of ranks.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_pretrain.data.feed import IGNORED, MicroBatch, to_micro_batch
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationSet:
+    """Samples of one source, spread evenly over it."""
+
+    name: str
+    source: TokenSource
+    seq_len: int
+    indices: NDArray[np.int64]
+
+
+def make_validation_set(name: str, source: TokenSource, seq_len: int, tokens: int) -> ValidationSet:
+    """About `tokens` tokens of a source: at least one sample, at most all that it has."""
+    available = source.num_samples(seq_len)
+    count = min(available, max(1, tokens // seq_len))
+    return ValidationSet(name, source, seq_len, np.arange(count, dtype=np.int64) * available // count)
+
+
+def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
+    """This rank's micro-batches. Every rank gets as many: rows that are too few are filled with ignored labels."""
+    per_round = world.size * micro_sequences
+    for start in range(0, len(chosen.indices), per_round):
+        first = start + world.rank * micro_sequences
+        mine = chosen.indices[first : min(first + micro_sequences, start + per_round)]
+        filler = np.repeat(chosen.indices[:1], micro_sequences - len(mine))
+        batch = to_micro_batch(
+            chosen.source.samples(np.concatenate([mine, filler]), chosen.seq_len)
+        )  # [B, T] twice
+        batch.labels[len(mine) :] = IGNORED
+        yield batch

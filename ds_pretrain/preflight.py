@@ -1,0 +1,190 @@
+"""Everything about a start that can be found without an engine, and what to tell a person about it.
+
+No torch here: `ds-pretrain check` runs this in seconds on a login node, and each start runs it again.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ds_pretrain.config import SourceSection
+from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.mixture import make_mixture
+from ds_pretrain.data.sources import check_source, describe_source
+from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
+from ds_pretrain.errors import InputError
+from ds_pretrain.models.check import check_model
+from ds_pretrain.models.flops import count_parameters
+from ds_pretrain.plan import Plan, check_world
+from ds_pretrain.run_directory import directory_problems
+from ds_pretrain.timeline import accumulation, worlds_that_divide
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The opened data of a run."""
+
+    sources: Mapping[str, TokenSource]
+    validation: Mapping[str, TokenSource]
+
+
+def open_inputs(plan: Plan) -> Inputs:
+    """Open every source that the run file names. Raises InputError with all that cannot be opened."""
+    problems: list[str] = []
+    sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
+    validation = plan.run.validation.sources if plan.run.validation else {}
+    held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
+    if problems:
+        raise InputError(problems)
+    return Inputs(sources, held_out)
+
+
+def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_source: str) -> list[str]:
+    """All that is wrong with a start; `world_size` is None while nobody knows it."""
+    phase = plan.run.phases[0]
+    vocab_size = _vocab_size(plan)
+    problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm)
+    problems += _context_problems(plan)
+    problems += _mixture_problems(plan)
+    for source in _each(inputs):
+        problems += check_source(source, phase.seq_len, vocab_size) if vocab_size else []
+    problems += _tokenizer_problems(inputs)
+    problems += directory_problems(plan)
+    if world_size is not None:
+        problems += check_world(plan, world_size, world_source)
+        problems += check_deepspeed(
+            plan.deepspeed,
+            plan.run.deepspeed,
+            plan.run_path,
+            peak=plan.run.schedule.peak,
+            sequences=plan.timeline.segments[0].sequences,
+            micro_sequences=plan.run.batch.micro_sequences,
+            accumulation=plan.run.batch.accumulation,
+            world_size=world_size,
+        )
+    return list(dict.fromkeys(problems))
+
+
+def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
+    """The resolved run, a line a fact: first the schedule, then timeline, batch, model, data."""
+    corners = ", ".join(
+        f"{name} {step:,}: {plan.schedule.rate(step):.3g}" for name, step in plan.schedule.corners().items()
+    )
+    yield f"rate       {corners}"
+    for segment in plan.timeline.segments:
+        yield (
+            f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
+            f"{segment.sequences:,} sequences of {segment.seq_len:,} = {segment.tokens_per_step:,} tokens a step, "
+            f"{plan.timeline.total_tokens:,} tokens in all"
+        )
+        yield f"batch      {_batch_line(plan, segment.sequences, world_size)}"
+    precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
+    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}"
+    yield f"model      {_model_line(plan)}"
+    yield from _source_lines(plan, inputs)
+
+
+def _open_all(
+    sections: Mapping[str, SourceSection], where: str, problems: list[str]
+) -> dict[str, TokenSource]:
+    opened = {}
+    for name, section in sections.items():
+        try:
+            opened[name] = open_source(section.path)
+        except InputError as error:
+            problems += (f"{where}.{name}: {problem}" for problem in error.problems)
+    return opened
+
+
+def _each(inputs: Inputs) -> list[TokenSource]:
+    return [*inputs.sources.values(), *inputs.validation.values()]
+
+
+def _vocab_size(plan: Plan) -> int | None:
+    size = json.loads(plan.model_text).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _context_problems(plan: Plan) -> Iterator[str]:
+    config = json.loads(plan.model_text)
+    key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
+    limit = config.get(key)
+    for phase in plan.run.phases:
+        if isinstance(limit, int) and phase.seq_len > limit:
+            yield (
+                f"{plan.run_path}: phases.{phase.name}.seq_len = {phase.seq_len:,} is longer than {key} = {limit:,} "
+                f"in {plan.run.model.config}; raise the one or lower the other"
+            )
+
+
+def _mixture_problems(plan: Plan) -> list[str]:
+    problems: list[str] = []
+    for phase in plan.run.phases:
+        try:
+            make_mixture(phase.mixture, key=0)
+        except InputError as error:
+            problems += (f"{plan.run_path}: phases.{phase.name}: {problem}" for problem in error.problems)
+    return problems
+
+
+def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
+    """Sources of one run must have been written by one tokenizer, as far as they say which."""
+    by_hash: dict[str, list[str]] = {}
+    for source in _each(inputs):
+        if source.sidecar is not None and source.sidecar.get("tokenizer_hash"):
+            by_hash.setdefault(source.sidecar["tokenizer_hash"], []).append(str(source.prefix))
+    if len(by_hash) > 1:
+        groups = " / ".join(", ".join(prefixes) for prefixes in by_hash.values())
+        yield f"the sources were prepared with {len(by_hash)} different tokenizers: {groups}; prepare them with one"
+
+
+def _batch_line(plan: Plan, sequences: int, world_size: int | None) -> str:
+    micro = plan.run.batch.micro_sequences
+    if world_size is None:
+        worlds = worlds_that_divide(sequences, micro)
+        return f"micro-batches of {micro}; world sizes that divide it: {', '.join(map(str, worlds[:16]))}"
+    count = accumulation(sequences, micro, world_size)
+    return f"{world_size} ranks x {micro} sequences x accumulation {count} = {sequences:,} sequences"
+
+
+def _model_line(plan: Plan) -> str:
+    config = json.loads(plan.model_text)
+    extras = [
+        name
+        for name, on in (("QK-norm", plan.run.model.qk_norm), ("recompute", plan.run.model.recompute))
+        if on
+    ]
+    if plan.run.model.z_loss is not None:
+        extras.append(f"z-loss {plan.run.model.z_loss:g}")
+    count = count_parameters(config, qk_norm=plan.run.model.qk_norm)
+    size = "parameters counted at start"
+    if count is not None:
+        size = (
+            f"{count.total:,} parameters ({count.non_embedding:,} without embeddings), "
+            f"{plan.timeline.total_tokens / count.total:.1f} tokens a parameter"
+        )
+    return ", ".join([f"{config.get('model_type')}: {size}", *extras])
+
+
+def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
+    phase = plan.run.phases[0]
+    mixture = make_mixture(phase.mixture, key=0)
+    draws = plan.timeline.samples_before(plan.last_step)
+    for name, count in zip(mixture.names, mixture.draws_of_source_before(draws), strict=True):
+        source = inputs.sources[name]
+        samples = source.num_samples(phase.seq_len)
+        yield (
+            f"source     {name}: {source.num_tokens:,} tokens, {source.num_documents:,} documents; "
+            f"{count / draws:.1%} of the draws, {count * phase.seq_len:,} tokens, {count / samples:.2f} epochs"
+        )
+        yield from _eos_lines(name, source)
+    for name, source in inputs.validation.items():
+        yield f"validation {name}: {source.num_tokens:,} tokens"
+        yield from _eos_lines(name, source)
+
+
+def _eos_lines(name: str, source: TokenSource) -> Iterator[str]:
+    report = describe_source(source)
+    if report.eos_per_million is not None:
+        yield f"           {name}: {report.eos_per_million:,.0f} EOS a million tokens"
+    yield from (f"warning    {warning}" for warning in report.warnings)

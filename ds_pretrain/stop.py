@@ -1,0 +1,41 @@
+"""The request to stop: a signal, or a file in the run directory. Asking is local; acting is agreed by all ranks."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ds_pretrain.rank_files import stop_file
+from ds_pretrain.world import World
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT while it is open. The handler does nothing else: a save is never interrupted."""
+
+    def __init__(self, out: Path, world: World) -> None:
+        self._file = stop_file(out)
+        self._looks = world.is_main  # one rank looks at the file system
+        self._signalled = False
+        self._before: Sequence[Any] = ()
+
+    def __enter__(self) -> "StopSignal":
+        self._before = [signal.signal(number, self._note) for number in _SIGNALS]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in zip(_SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)
+        if self._looks:
+            self._file.unlink(missing_ok=True)  # it was for this start, not for the next
+
+    def is_asked(self) -> bool:
+        """True if this rank was asked. Other ranks may not have been: share it before acting on it."""
+        return self._signalled or (self._looks and self._file.exists())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
