@@ -9,8 +9,8 @@ import statistics
 import tracemalloc
 
 import numpy as np
+from report import finish, judge, spread, time_in_turn
 
-from benchmarks.report import finish, judge, spread, time_in_turn
 from ds_pretrain.data.mixture import locate_samples, make_mixture
 from ds_pretrain.data.permute import make_key
 

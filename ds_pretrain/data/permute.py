@@ -130,7 +130,8 @@ def _add(half: Words, other: Words, modulus: int) -> Words:
     """half + other modulo `modulus`, without a division: the sum is below twice the modulus."""
     total = half + other
     # Unsigned: below the modulus the difference wraps round to a huge number, and the sum is the lesser.
-    return np.minimum(total, total - np.uint64(modulus))
+    np.minimum(total, total - np.uint64(modulus), out=total)
+    return total
 
 
 def _stir(words: Words) -> None:
