@@ -132,6 +132,7 @@ def test_p51_the_latest_attempt_supersedes_all_steps_from_where_it_starts_again(
         {"event": "start", "step": 0, "attempt": 1},
         *(step(s, 1) for s in range(1, 11)),
         {"event": "validation", "step": 4, "attempt": 1, "losses": {"web": 1.0}},
+        {"event": "validation", "step": 6, "attempt": 1, "losses": {"web": 1.5}},
         {"event": "validation", "step": 10, "attempt": 1, "losses": {"web": 2.0}},
         {"event": "resume", "step": 5, "attempt": 2},
         *(step(s, 2) for s in range(6, 8)),
