@@ -2,10 +2,10 @@
 
     python benchmarks/prepare.py
 
-The documents are modules of the running Python's standard library as jsonl, tokenized by a BPE trained on them.
-The bare side is `tokenizers.Tokenizer.encode_batch` on documents already in memory, 1,024 a call, its result
-thrown away; ours reads, tokenizes, adds separators and writes. Bars: at least 0.8 of its tokens a second; at most
-1.25 times the peak resident memory on five times the input.
+The documents are modules of the running Python's standard library as jsonl, tokenized by a BPE trained on
+them. The bare side is `tokenizers.Tokenizer.encode_batch` on documents already in memory, 1,024 a call, its
+result thrown away; ours reads, tokenizes, adds separators and writes. Bars: at least 0.8 of its tokens a
+second; at most 1.25 times the peak resident memory on five times the input.
 """
 
 import json

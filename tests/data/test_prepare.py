@@ -260,7 +260,8 @@ def slowly(*args):
         time.sleep(0.004)
         yield item
 prepare.encode_in_order = slowly
-summary = prepare.prepare(sys.argv[2:], sys.argv[1] + "/bpe", sys.argv[1] + "/torn", 2, train_tokenizer_size=300)
+folder = sys.argv[1]
+summary = prepare.prepare(sys.argv[2:], folder + "/bpe", folder + "/torn", 2, train_tokenizer_size=300)
 print(summary.resumed_at, summary.documents)
 """
 
