@@ -1,116 +1,31 @@
 """The DeepSpeed JSON: read, checked against the run file, and resolved for the engine.
 
-DeepSpeed ignores a misspelt top-level key without a word, takes a rate from its own scheduler when it finds one,
-and fails minutes into a start for the rest. So everything that can be known from the text is checked here,
-without importing DeepSpeed. Key names are those of DeepSpeed 0.19.8; tests compare them with its source.
+DeepSpeed ignores a misspelt top-level key without a word, takes a rate from its own scheduler when it finds
+one, and fails minutes into a start for the rest. So everything that can be known from the text is checked
+here, without importing DeepSpeed. `deepspeed_keys.py` lists its keys.
 """
 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
+from ds_pretrain.deepspeed_keys import (
+    KNOWN_SUBKEYS,
+    LION_PARAMS,
+    NATIVE_ADAM_PARAMS,
+    OPTIMIZERS,
+    REFUSED_CHECKPOINT_KEYS,
+    REFUSED_KEYS,
+    REFUSED_ZERO_KEYS,
+    SECTIONS,
+    TOP_LEVEL_KEYS,
+    TORCH_ADAM_PARAMS,
+    ZERO_KEYS,
+)
 from ds_pretrain.errors import InputError
-
-# Top-level keys that mean something to a pretraining run. A key outside is refused: DeepSpeed would ignore it.
-TOP_LEVEL_KEYS = frozenset(
-    [
-        "activation_checkpointing",
-        "aio",
-        "bf16",
-        "checkpoint",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "data_types",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "flops_profiler",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "optimizer",
-        "prescale_gradients",
-        "steps_per_print",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    ]
-)
-ZERO_KEYS = frozenset(
-    [
-        "stage",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "use_multi_rank_bucket_allreduce",
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "overlap_comm",
-        "offload_param",
-        "offload_optimizer",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "ignore_unused_parameters",
-        "round_robin_gradients",
-        "parameter_alignment",
-        "zero_hpz_partition_size",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-        "memory_efficient_linear",
-        "override_module_apply",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "leaf_module",
-    ]
-)
-# Keys that DeepSpeed knows and that cannot be used here, each with the reason and the way round.
-REFUSED_KEYS = {
-    "scheduler": "the rate comes from [schedule] of the run file; delete it",
-    "fp16": "train in bf16 or fp32; fp16's loss scaling skips updates, and a resumed run would not be exact",
-    "elasticity": "DeepSpeed removed it; a run resumes on another number of ranks by itself",
-    "curriculum_learning": "DeepSpeed removed it; sequence lengths come from [[phases]] of the run file",
-    "data_efficiency": "the order of the data comes from the run file; delete it",
-    "wandb": "Weights & Biases is set by [monitor] wandb in the run file; delete it",
-    "tensorboard": "metrics go to metrics.jsonl and Weights & Biases; delete it",
-    "csv_monitor": "metrics go to metrics.jsonl and Weights & Biases; delete it",
-    "comet": "metrics go to metrics.jsonl and Weights & Biases; delete it",
-    "monitor_config": "metrics go to metrics.jsonl and Weights & Biases; delete it",
-    "pipeline": "pipeline parallelism is not supported; delete it",
-    "tensor_parallel": "tensor parallelism is not supported; delete it",
-    "autotp_size": "tensor parallelism is not supported; delete it",
-    "sequence_parallel_size": "sequence parallelism is not supported; delete it",
-    "expert_parallel": "expert parallelism is not supported; delete it",
-    "hybrid_engine": "it is for reinforcement learning; delete it",
-    "autotuning": "it relaunches the job by itself; delete it",
-    "nebula": "DeepSpeed removed it; delete it",
-    "amp": "DeepSpeed removed it; use bf16",
-}
-_REFUSED_CHECKPOINT = {
-    "load_universal": "resuming converts by itself when it has to",
-    "use_node_local_storage": "a checkpoint is verified as one folder",
-    "writer": "DeepSpeed's other writers cannot load what they save",
-}
-OPTIMIZERS = ("AdamW", "Adam", "Lion")
+from ds_pretrain.timeline import accumulation as accumulation_of_world
 
 
 def parse_deepspeed(text: str, name: str) -> dict[str, Any]:
@@ -138,10 +53,12 @@ def check_deepspeed(
     world_size: int | None = None,
 ) -> list[str]:
     """Every problem in the JSON, alone and against the run file; both files and both values are named."""
+    derived = accumulation_of_world(sequences, micro_sequences, world_size) if world_size else None
     problems = [
         *_auto_values(config, name),
         *_top_level(config, name),
-        *_batch(config, name, run_name, sequences, micro_sequences, accumulation),
+        *_sections(config, name),
+        *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived),
         *_optimizer(config, name, run_name, peak),
         *_zero(config, name, world_size),
         *_pairs(config, name),
@@ -154,7 +71,7 @@ def resolve_deepspeed(
 ) -> dict[str, Any]:
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
-    The accumulation window is the caller's (`managed_gradient_accumulation` is false), so DeepSpeed is told 1.
+    The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
     """
     optimizer = config["optimizer"]
     return {
@@ -201,9 +118,22 @@ def _top_level(config: Mapping[str, Any], name: str) -> Iterator[str]:
             yield f"{name} sets `{key}`: {REFUSED_KEYS[key]}"
         elif key not in TOP_LEVEL_KEYS and key not in REFUSED_KEYS:
             yield f"{name}: unknown key `{key}`, which DeepSpeed would ignore; {_hint(key, TOP_LEVEL_KEYS)}"
+
+
+def _sections(config: Mapping[str, Any], name: str) -> Iterator[str]:
+    for section in SECTIONS:
+        if section in config and config[section] != "auto" and not isinstance(config[section], Mapping):
+            yield f"{name}: `{section}` = {config[section]!r}; expected an object, like {{...}}"
+    for section, known in KNOWN_SUBKEYS.items():
+        for key in _table(config, section):
+            if key not in known:
+                yield f"{name}: unknown key `{section}.{key}`; {_hint(key, known)}"
     for key, value in _table(config, "checkpoint").items():
-        if key in _REFUSED_CHECKPOINT and value:
-            yield f"{name} sets `checkpoint.{key}`: {_REFUSED_CHECKPOINT[key]}; delete it"
+        if key in REFUSED_CHECKPOINT_KEYS and value:
+            yield f"{name} sets `checkpoint.{key}`: {REFUSED_CHECKPOINT_KEYS[key]}; delete it"
+    clipping = config.get("gradient_clipping", 0.0)
+    if clipping not in (None, "auto") and not _is_number(clipping, 0.0):
+        yield f"{name}: `gradient_clipping` = {clipping!r}; expected a number, 0 or more (0: off)"
 
 
 def _batch(
@@ -241,11 +171,32 @@ def _optimizer(config: Mapping[str, Any], name: str, run_name: str, peak: float)
     params = _table(optimizer, "params")
     if "lr" in params and params["lr"] != "auto":
         yield (
-            f"{name} sets `optimizer.params.lr` = {params['lr']}, but {run_name} sets schedule.peak = {peak}; "
-            "delete it from the JSON: the run file owns the rate"
+            f"{name} sets `optimizer.params.lr` = {params['lr']}, but {run_name} sets schedule.peak = "
+            f"{peak}; delete it from the JSON: the run file owns the rate"
         )
     if "max_grad_norm" in params:
         yield f"{name}: `optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
+    yield from _optimizer_params(optimizer["type"], params, name)
+
+
+def _optimizer_params(kind: Any, params: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Parameters that the optimizer's constructor would raise on, and values that it would."""
+    if kind == "Lion":
+        known, who = LION_PARAMS, "Lion"
+    elif params.get("torch_adam"):
+        known, who = TORCH_ADAM_PARAMS, "torch's Adam"
+    else:
+        known, who = NATIVE_ADAM_PARAMS, "DeepSpeed's Adam"
+    for key in params:
+        if key not in known and key not in ("lr", "max_grad_norm"):
+            yield f"{name}: `optimizer.params.{key}` is unknown to {who}; {_hint(key, known)}"
+    betas = params.get("betas", [0.9, 0.95])
+    pair = isinstance(betas, list) and len(betas) == 2 and all(_is_number(b, 0.0) and b < 1 for b in betas)
+    if betas != "auto" and not pair:
+        yield f"{name}: `optimizer.params.betas` = {betas!r}; expected two numbers from 0 to below 1"
+    for key in ("eps", "weight_decay"):
+        if key in params and params[key] != "auto" and not _is_number(params[key], 0.0):
+            yield f"{name}: `optimizer.params.{key}` = {params[key]!r}; expected a number, 0 or more"
 
 
 def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Iterator[str]:
@@ -253,13 +204,15 @@ def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Itera
     if zero.get("stage") not in (1, 2, 3):
         yield f"{name}: `zero_optimization.stage` = {zero.get('stage')!r}; expected 1, 2 or 3"
     for key in zero:
-        if key not in ZERO_KEYS:
+        if key in REFUSED_ZERO_KEYS:
+            yield f"{name} sets `zero_optimization.{key}`: {REFUSED_ZERO_KEYS[key]}"
+        elif key not in ZERO_KEYS:
             yield f"{name}: unknown key `zero_optimization.{key}`; {_hint(key, ZERO_KEYS)}"
     partition = zero.get("zero_hpz_partition_size", 1)
     if world_size is not None and isinstance(partition, int) and partition > 0 and world_size % partition:
         yield (
-            f"{name}: `zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} ranks; "
-            "set it to the number of GPUs of a node"
+            f"{name}: `zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} "
+            "ranks; set it to the number of GPUs of a node"
         )
 
 
@@ -269,8 +222,8 @@ def _pairs(config: Mapping[str, Any], name: str) -> Iterator[str]:
     stage = zero.get("stage")
     if stage == 1 and zero.get("overlap_comm"):
         yield (
-            f"{name}: `zero_optimization.overlap_comm` = true does not work with stage 1 and an accumulation window "
-            "that the trainer owns; set it to false, or use stage 2 or 3"
+            f"{name}: `zero_optimization.overlap_comm` = true does not work with stage 1 and an accumulation "
+            "window that the trainer owns; set it to false, or use stage 2 or 3"
         )
     if stage in (1, 2) and zero.get("offload_param"):
         yield f"{name}: `zero_optimization.offload_param` needs stage 3, found stage {stage}"
@@ -282,10 +235,14 @@ def _pairs(config: Mapping[str, Any], name: str) -> Iterator[str]:
         )
     if _table(config, "bf16").get("enabled") and _table(config, "torch_autocast").get("enabled"):
         yield f"{name}: `bf16` and `torch_autocast` are both enabled; keep one"
-    if zero.get("stage3_module_granularity_threshold", 0) > 0:
-        yield f"{name}: `zero_optimization.stage3_module_granularity_threshold` > 0 fails in training; delete it"
+    if zero.get("stage3_module_granularity_threshold", 0) not in (0, "auto"):
+        key = "zero_optimization.stage3_module_granularity_threshold"
+        yield f"{name}: `{key}` > 0 fails in training; delete it"
     if config.get("gradient_allreduce_op", "mean") != "mean":
-        yield f'{name}: `gradient_allreduce_op` must be "mean": the loss is normalized over the global batch for it'
+        yield (
+            f'{name}: `gradient_allreduce_op` = {config["gradient_allreduce_op"]!r}; expected "mean", for '
+            "which the loss is normalized over the global batch; delete it"
+        )
 
 
 def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -294,7 +251,14 @@ def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _switched_off(value: Any) -> bool:
-    return value in (None, False, 1, {}) or (isinstance(value, Mapping) and value.get("enabled") is False)
+    """True for values that mean "no", and for a size of 1, which is no parallelism."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return value is not True and value in (None, False, 1)
+
+
+def _is_number(value: Any, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < inf
 
 
 def _hint(key: str, known: frozenset[str]) -> str:

@@ -1,7 +1,7 @@
 """Everything that is decided before a rank wakes: the run file with what follows from it.
 
-`Plan` holds the texts as they were read (each checkpoint keeps them), the `Run`, and the values derived from it:
-the timeline and the schedule. Building one reads three files and nothing else.
+`Plan` holds the texts as they were read (each checkpoint keeps them), the `Run`, and the values derived from
+it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
 import json
@@ -172,8 +172,8 @@ def _way_out(sequences: int, micro: int) -> str:
     if not worlds:
         nearest = [n for n in (sequences // micro * micro, (sequences // micro + 1) * micro) if n > 0]
         return (
-            f"no number of ranks divides {sequences} sequences into micro-batches of {micro}; nearest batches: "
-            f"{' or '.join(str(n) for n in nearest)} sequences"
+            f"no number of ranks divides {sequences} sequences into micro-batches of {micro}; nearest "
+            f"batches: {' or '.join(str(n) for n in nearest)} sequences"
         )
     shown = ", ".join(map(str, worlds[:16])) + (", ..." if len(worlds) > 16 else "")
     return f"world sizes that do: {shown} (or another batch.micro_sequences)"
@@ -207,8 +207,8 @@ def _contradictions(run: Run) -> Iterator[str]:
             lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
             nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
             yield (
-                f"batch.tokens = {run.batch.tokens:,} is not a whole number of sequences of phases.{phase.name}.seq_len"
-                f" = {phase.seq_len:,}; nearest: {nearest}"
+                f"batch.tokens = {run.batch.tokens:,} is not a whole number of sequences of "
+                f"phases.{phase.name}.seq_len = {phase.seq_len:,}; nearest: {nearest}"
             )
         for source in phase.mixture:
             if source not in run.sources:

@@ -74,8 +74,8 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     for segment in plan.timeline.segments:
         yield (
             f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
-            f"{segment.sequences:,} sequences of {segment.seq_len:,} = {segment.tokens_per_step:,} tokens a step, "
-            f"{plan.timeline.total_tokens:,} tokens in all"
+            f"{segment.sequences:,} sequences of {segment.seq_len:,} = {segment.tokens_per_step:,} tokens a "
+            f"step, {plan.timeline.total_tokens:,} tokens in all"
         )
         yield f"batch      {_batch_line(plan, segment.sequences, world_size)}"
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
@@ -112,8 +112,8 @@ def _context_problems(plan: Plan) -> Iterator[str]:
     for phase in plan.run.phases:
         if isinstance(limit, int) and phase.seq_len > limit:
             yield (
-                f"{plan.run_path}: phases.{phase.name}.seq_len = {phase.seq_len:,} is longer than {key} = {limit:,} "
-                f"in {plan.run.model.config}; raise the one or lower the other"
+                f"{plan.run_path}: phases.{phase.name}.seq_len = {phase.seq_len:,} is longer than {key} = "
+                f"{limit:,} in {plan.run.model.config}; raise the one or lower the other"
             )
 
 
@@ -135,7 +135,10 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
             by_hash.setdefault(source.sidecar["tokenizer_hash"], []).append(str(source.prefix))
     if len(by_hash) > 1:
         groups = " / ".join(", ".join(prefixes) for prefixes in by_hash.values())
-        yield f"the sources were prepared with {len(by_hash)} different tokenizers: {groups}; prepare them with one"
+        yield (
+            f"the sources were prepared with {len(by_hash)} different tokenizers: {groups}; "
+            "prepare them with one"
+        )
 
 
 def _batch_line(plan: Plan, sequences: int, world_size: int | None) -> str:
@@ -175,7 +178,8 @@ def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
         samples = source.num_samples(phase.seq_len)
         yield (
             f"source     {name}: {source.num_tokens:,} tokens, {source.num_documents:,} documents; "
-            f"{count / draws:.1%} of the draws, {count * phase.seq_len:,} tokens, {count / samples:.2f} epochs"
+            f"{count / draws:.1%} of the draws, {count * phase.seq_len:,} tokens, "
+            f"{count / samples:.2f} epochs"
         )
         yield from _eos_lines(name, source)
     for name, source in inputs.validation.items():

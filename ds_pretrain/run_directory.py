@@ -36,8 +36,8 @@ def read_record(out: Path) -> RunRecord | None:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"{path} cannot be read ({error}); put an intact copy back (each checkpoint's manifest has the W&B id), "
-            "or give the run file a new `out`"
+            f"{path} cannot be read ({error}); put an intact copy back (each checkpoint's manifest has the W&B "
+            "id), or give the run file a new `out`"
         ) from error
 
 
@@ -55,7 +55,8 @@ def directory_problems(plan: Plan) -> list[str]:
             "give it an `out` of its own"
         ]
     return [
-        f"{plan.run_path}: `{path}` is {_short(new)}, but the run in {plan.out} was started with {_short(old)}; "
+        f"{plan.run_path}: `{path}` is {_short(new)}, but the run in {plan.out} was started with "
+        f"{_short(old)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
@@ -80,8 +81,8 @@ def claim(plan: Plan, found_step: int | None) -> RunRecord:
     before = read_record(plan.out)
     if before is not None and before.saved_step is not None and found_step is None:
         raise InputError(
-            f"{plan.out} had a checkpoint at step {before.saved_step:,} and now has none; a run never silently "
-            "starts again at step 0: put the checkpoints back, or give the run file a new `out`"
+            f"{plan.out} had a checkpoint at step {before.saved_step:,} and now has none; a run never "
+            "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
         )
     ensure_writable_folder(plan.out, f"{plan.run_path}: out")
     identity = json.loads(json.dumps(plan.identity()))
@@ -102,7 +103,7 @@ def write_record(out: Path, record: RunRecord) -> None:
 
 
 def note_saved(out: Path, step: int) -> None:
-    """Remember that a checkpoint was published: a later start that finds none must not begin again at step 0."""
+    """Remember that a checkpoint was published: a later start that finds none must not begin at step 0."""
     record = read_record(out)
     if record is not None:
         write_record(out, replace(record, saved_step=max(step, record.saved_step or 0)))

@@ -13,7 +13,7 @@ Shape = Literal["linear", "cosine", "1-sqrt", "exponential"]
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear warmup, then half a cosine from the peak down to `floor` (Loshchilov & Hutter, arXiv:1608.03983)."""
+    """Linear warmup, then half a cosine down to `floor` (Loshchilov & Hutter, arXiv:1608.03983)."""
 
     peak: float
     length: int  # steps of the whole run
@@ -43,7 +43,10 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Wsd:
-    """Warmup, a stable stretch at the peak, then a decay to `floor` (Hu et al., arXiv:2404.06395; 1-sqrt: Hagele et al., arXiv:2405.18392)."""
+    """Warmup, a stable stretch at the peak, then a decay to `floor` (Hu et al., arXiv:2404.06395).
+
+    1-sqrt: Hagele et al., arXiv:2405.18392.
+    """
 
     peak: float
     length: int  # steps of the whole run

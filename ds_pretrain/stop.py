@@ -1,4 +1,4 @@
-"""The request to stop: a signal, or a file in the run directory. Asking is local; acting is agreed by all ranks."""
+"""The request to stop: a signal, or a file in the run folder. Asking is local; acting is agreed by all ranks."""
 
 import signal
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT while it is open. The handler does nothing else: a save is never interrupted."""
+    """Notes SIGTERM and SIGINT while it is open. The handler does no more: a save is never interrupted."""
 
     def __init__(self, out: Path, world: World) -> None:
         self._file = stop_file(out)

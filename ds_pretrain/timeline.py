@@ -1,10 +1,10 @@
 """How long things take, in the units people use, and where each step stands.
 
-Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments, stretches of
-steps with one sequence length and one batch, and then steps, samples and tokens convert exactly, in integers.
+Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments, stretches
+of steps with one sequence length and one batch, and then steps, samples and tokens convert exactly, in integers.
 
-Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes them:
-a "4M" batch is 1,024 sequences of 4,096 tokens.
+Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes
+them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 """
 
 import re
@@ -142,7 +142,7 @@ def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> 
 
 
 def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
-    """A duration in whole steps; a part of a step counts as one. Percent needs the run's steps in `of_steps`."""
+    """A duration in whole steps; a part of a step counts as one. Percent is of the run's `of_steps`."""
     if duration.unit == "steps":
         return int(duration.amount)
     if duration.unit == "tokens":
