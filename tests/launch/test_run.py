@@ -51,8 +51,9 @@ def started(given: dict[str, Any], out: Path) -> Iterator[subprocess.Popen[str]]
         yield process
     finally:
         process.kill()
+        process.wait()
+        end_ranks(read_ranks(out), (), grace_seconds=0)  # they hold the pipe that is read to its end next
         process.communicate()
-        end_ranks(read_ranks(out), (), grace_seconds=0)
 
 
 def wait_for_ranks(out: Path, count: int = 1, seconds: float = 60) -> tuple[RankRecord, ...]:
