@@ -1,0 +1,100 @@
+"""The order of a run's data: a pure function of the step, whole epochs, and one cost for every step."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_pretrain.data import mixture
+from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.state import Skip, SkipLedger
+from tests.data.in_memory import sampler_of, source_of
+
+NO_SKIPS = SkipLedger()
+
+
+def _order(sampler: Sampler, steps: range, ledger: SkipLedger = NO_SKIPS) -> list[tuple[str, int, int]]:
+    return [sample for step in steps for sample in sampler.ids(step, ledger).listed()]
+
+
+def _epochs(order: list[tuple[str, int, int]], name: str) -> list[list[int]]:
+    """The samples of one source, in the order in which each epoch visits them."""
+    epochs: dict[int, list[int]] = {}
+    for source, epoch, sample in order:
+        if source == name:
+            epochs.setdefault(epoch, []).append(sample)
+    return [epochs[epoch] for epoch in sorted(epochs)]
+
+
+def test_p39_an_epoch_visits_each_sample_once_and_epochs_differ() -> None:
+    sampler = sampler_of({"only": source_of(1024)}, sequences=64)
+    epochs = _epochs(_order(sampler, range(64)), "only")  # one block of draws: four epochs
+    assert [sorted(epoch) for epoch in epochs] == [list(range(1024))] * 4
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert list(range(1024)) not in epochs
+
+
+def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
+    sources = {"few": source_of(100, 1), "many": source_of(700, 2)}
+    order = _order(sampler_of(sources, sequences=64), range(64))  # one block of draws: 2,048 of each source
+    for name, size, num_whole in (("few", 100, 20), ("many", 700, 2)):
+        epochs = _epochs(order, name)
+        assert len(epochs) == num_whole + 1
+        # Within a block the numbered draws of a source come shuffled, so epochs overlap at their borders.
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs[:num_whole])
+    assert Counter(name for name, _, _ in order) == {"few": 2048, "many": 2048}
+
+
+def test_p03_a_resume_inside_a_later_epoch_reads_what_the_run_would_have_read() -> None:
+    sources = {"few": source_of(60, 1), "many": source_of(700, 2)}
+    straight = [sampler_of(sources).ids(step, NO_SKIPS).listed() for step in range(40)]
+    assert max(epoch for name, epoch, _ in straight[20] if name == "few") >= 3
+    for start in (1, 20, 33):  # a new process each time: nothing but the step is known to it
+        resumed = sampler_of(sources)
+        assert [resumed.ids(step, NO_SKIPS).listed() for step in range(start, 40)] == straight[start:]
+
+
+def test_p03_no_offset_of_a_resume_is_left_in_later_epochs() -> None:
+    """The epochs during and after a resume are whole: their first part is read too."""
+    sources = {"only": source_of(1024)}
+    before = _order(sampler_of(sources, sequences=64), range(20))  # into the second epoch
+    after = _order(sampler_of(sources, sequences=64), range(20, 64))
+    assert [sorted(epoch) for epoch in _epochs(before + after, "only")] == [list(range(1024))] * 4
+
+
+def test_p06_the_work_of_finding_a_batch_does_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements: list[int] = []
+    permute = mixture.permute
+
+    def counting(index: Any, size: int, key: Any) -> Any:
+        elements.append(np.asarray(index).size)
+        return permute(index, size, key)
+
+    monkeypatch.setattr(mixture, "permute", counting)
+    sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, steps=2_000_000)
+    work = []
+    for step in (10, 1_000_000):
+        elements.clear()
+        sampler.ids(step, NO_SKIPS)
+        work.append(sum(elements))
+    assert work == [48, 48]  # the 24 draws of a batch, once for the source and once for its sample
+
+
+def test_another_seed_is_another_order_of_the_same_samples() -> None:
+    sources = {"only": source_of(1024)}
+    first, second = (_order(sampler_of(sources, 64, seed=seed), range(64)) for seed in (7, 8))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_skipped_draws_are_never_read_and_the_others_keep_their_order() -> None:
+    sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, sequences=10)
+    ledger = NO_SKIPS.with_skip(Skip("main", 35, 50, "spike", 5, 1)).with_skip(Skip("other", 0, 9, "x", 5, 1))
+    straight, skipping = _order(sampler, range(12)), _order(sampler, range(10), ledger)
+    assert skipping == straight[:35] + straight[50:115]
+
+
+def test_a_step_outside_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 1000 lies outside the run's 1000 steps"):
+        sampler_of({"only": source_of(60)}).ids(1000, NO_SKIPS)
