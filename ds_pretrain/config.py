@@ -32,13 +32,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _duration(*units: Unit) -> PlainValidator:
+def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
     """A validator that reads a duration in one of `units`."""
 
     def parse(value: Any) -> Duration:
         duration = value if isinstance(value, Duration) else parse_duration(_text(value))
         if duration.unit not in units:
             raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
+        if duration.amount == 0 and not may_be_zero:
+            raise ValueError(f'"{duration}" is zero; expected more')
         return duration
 
     return PlainValidator(parse)
@@ -67,7 +69,7 @@ def _source(value: Any) -> Any:
 
 
 Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
-Share = Annotated[Duration, _duration("steps", "tokens", "percent"), PlainSerializer(str)]
+Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -54,6 +54,18 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def folder_problem(folder: Path, what: str) -> str | None:
+    """Why `folder` cannot be written or created, as far as looking tells; None if it seems it can."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir():
+        reason = f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"{existing} is not writable for you"
+    else:
+        return None
+    return f"{what} = {folder}: cannot write there ({reason}); choose a folder that every rank can write"
+
+
 def ensure_writable_folder(folder: Path, what: str) -> None:
     """Create `folder` if need be and prove that a file can be written there.
 

@@ -6,7 +6,7 @@ it: the timeline and the schedule. Building one reads three files and nothing el
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Plan:
         """What must not differ between two starts of one run, as plain types."""
         fields = self.run.model_dump(mode="json")
         identity = {key: fields[key] for key in _IDENTITY}
+        identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
         identity["model"]["config"] = json.loads(self.model_text)  # the content, wherever the file lies
         return identity
@@ -125,6 +126,8 @@ def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) ->
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
+    if world_size < 1:
+        return [f"world size {world_size} (from {world_source}): expected 1 or more"]
     problems = []
     for segment in plan.timeline.segments:
         micro = plan.run.batch.micro_sequences
@@ -169,12 +172,6 @@ def changed_fields(
 
 def _way_out(sequences: int, micro: int) -> str:
     worlds = worlds_that_divide(sequences, micro)
-    if not worlds:
-        nearest = [n for n in (sequences // micro * micro, (sequences // micro + 1) * micro) if n > 0]
-        return (
-            f"no number of ranks divides {sequences} sequences into micro-batches of {micro}; nearest "
-            f"batches: {' or '.join(str(n) for n in nearest)} sequences"
-        )
     shown = ", ".join(map(str, worlds[:16])) + (", ..." if len(worlds) > 16 else "")
     return f"world sizes that do: {shown} (or another batch.micro_sequences)"
 
@@ -210,6 +207,13 @@ def _contradictions(run: Run) -> Iterator[str]:
                 f"batch.tokens = {run.batch.tokens:,} is not a whole number of sequences of "
                 f"phases.{phase.name}.seq_len = {phase.seq_len:,}; nearest: {nearest}"
             )
+        elif whole % (micro := run.batch.micro_sequences):
+            nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
+            yield (
+                f"batch.tokens = {run.batch.tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
+                f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; nearest "
+                f"batch.tokens: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
+            )
         for source in phase.mixture:
             if source not in run.sources:
                 yield (
@@ -228,8 +232,6 @@ def _contradictions(run: Run) -> Iterator[str]:
 
 def _schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
     section, length = run.schedule, timeline.last_step
-    if length == 0:
-        yield f'schedule.length = "{section.length}" is zero steps'
     warmup = _steps(section.warmup, timeline)
     decay = _steps(section.decay, timeline) if isinstance(section, WsdSection) else 0
     if warmup + decay > length:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.files import ensure_writable_folder, write_atomic
+from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.plan import Plan, changed_fields
 
 _FILE = "run.json"
@@ -32,12 +32,15 @@ def read_record(out: Path) -> RunRecord | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return RunRecord(**{**data, "changes": tuple(data["changes"])})
-    except FileNotFoundError:
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # the latter is a folder that cannot be, not a lost record
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"{path} cannot be read ({error}); put an intact copy back (each checkpoint's manifest has the W&B "
-            "id), or give the run file a new `out`"
+            f"{path} cannot be read ({error}); put an intact copy back (each checkpoint's manifest has the "
+            "W&B id), or give the run file a new `out`"
         ) from error
 
 
@@ -47,6 +50,8 @@ def directory_problems(plan: Plan) -> list[str]:
         record = read_record(plan.out)
     except InputError as error:
         return list(error.problems)
+    if problem := folder_problem(plan.out, f"{plan.run_path}: out"):
+        return [problem]
     if record is None:
         return []
     if record.name != plan.run.name:

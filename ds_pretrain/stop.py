@@ -1,4 +1,4 @@
-"""The request to stop: a signal, or a file in the run folder. Asking is local; acting is agreed by all ranks."""
+"""The request to stop: a signal, or a file in the run folder. Asking is local; all ranks agree to act."""
 
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """How long things take, in the units people use, and where each step stands.
 
-Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments, stretches
-of steps with one sequence length and one batch, and then steps, samples and tokens convert exactly, in integers.
+Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments:
+stretches of steps with one sequence length and one batch; then steps, samples and tokens convert exactly.
 
 Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes
 them: a "4M" batch is 1,024 sequences of 4,096 tokens.
@@ -29,7 +29,7 @@ _UNITS: dict[str, tuple[Unit, int]] = {
 }
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_NUMBER = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)"
+_NUMBER = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE]\d{1,2})?)"
 _DURATION = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMBT]?)\s*(?P<unit>steps?|tokens?|sec|s|min|h|%)\s*")
 _BATCH = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMG]?)(?:\s*tokens)?\s*")
 _EXAMPLES = '"2000 steps", "10B tokens", "15 min" or "10%"'
