@@ -42,7 +42,8 @@ def standard_library() -> list[str]:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    return [text for text in texts if len(text.strip()) > 0 and len(text) < 200_000]
+    kept = [text for text in texts if text.strip() and len(text) < 200_000]
+    return kept[:: -(-len(kept) // MAX_DOCUMENTS)]
 
 
 def write_jsonl(path: Path, texts: list[str], copies: int) -> None:

@@ -84,11 +84,11 @@ def test_a_writer_continues_from_what_was_synced(tmp_path: Path) -> None:
         writer = IndexedWriter(tmp_path / prefix, 10)
         writer.add(DOCUMENTS[:2])
         writer.sync()
-        writer.add(DOCUMENTS[2:])
         if prefix == "torn":
-            writer.close()  # killed: the third document is on disk, but was never synced
+            writer.add(DOCUMENTS * 3)
+            writer.close()  # killed: more than what is to come is on disk, but was never synced
             writer = IndexedWriter(tmp_path / prefix, 10, keep_documents=2, keep_tokens=5)
-            writer.add(DOCUMENTS[2:])
+        writer.add(DOCUMENTS[2:])
         writer.finish({})
     for end in ("bin", "idx", "json"):
         assert (tmp_path / f"torn.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
