@@ -30,6 +30,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed and what it imports; ours stay errors in tests
     import deepspeed
 
+# Where DeepSpeed's optimizers keep this rank's fp32 masters: ZeRO-3; ZeRO-1 and 2; ZeRO-1 with fp32 accumulation.
+_MASTERS = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+)
+
 ParameterGroups = Sequence[Mapping[str, Any]]
 
 
@@ -176,8 +183,26 @@ class ZeroEngine:
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
     def save(self, folder: Path, tag: str) -> None:
-        """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill."""
-        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill.
+
+        A rank that cannot write raises behind DeepSpeed's last barrier: nobody waits for it forever.
+        """
+        writer, failures = self._engine.checkpoint_engine, []
+        write = writer.save
+
+        def try_to_write(state_dict: Any, path: str) -> None:
+            try:
+                write(state_dict, path)
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
+                failures.append(error)
+
+        writer.save = try_to_write
+        try:
+            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        finally:
+            writer.save = write
+        if failures:
+            raise failures[0]
 
     def load(self, folder: Path, tag: str) -> None:
         """Load, then clear what DeepSpeed leaves behind of a window that was open."""
@@ -193,10 +218,7 @@ class ZeroEngine:
         """SHA-256 over this rank's partitions, in the optimizer's own order."""
         digest = hashlib.sha256()
         optimizer = self._engine.optimizer
-        masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3
-        if masters is None:
-            masters = optimizer.single_partition_of_fp32_groups  # ZeRO-1 and ZeRO-2
-        for master in masters:
+        for master in next(getattr(optimizer, name) for name in _MASTERS if hasattr(optimizer, name)):
             _hash_tensor(digest, master)
             state = optimizer.optimizer.state.get(master, {})
             for name in sorted(state):

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
@@ -50,18 +49,20 @@ class Manifest:
 
 def parse_manifest(text: str) -> Manifest:
     """Read a manifest. Raises ValueError if it is not one, or if a name in it would leave the folder."""
-    data: dict[str, Any] = json.loads(text)
-    if data.pop("version", None) != _VERSION:
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
         raise ValueError("its manifest has a version that this program does not know")
     try:
         files = {name: FileEntry(**entry) for name, entry in data.pop("files").items()}
         manifest = Manifest(**{**data, "overrides": tuple(data["overrides"])}, files=files)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its manifest lacks or does not know a field ({error})") from None
-    for name in files:
+    for name, entry in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"its manifest names {name!r}, which lies outside the folder")
+        if not (isinstance(entry.bytes, int) and isinstance(entry.sha256, str)):
+            raise ValueError(f"its manifest does not give {name!r} a size and a checksum")
     return manifest
 
 

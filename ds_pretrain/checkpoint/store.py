@@ -23,6 +23,7 @@ from ds_pretrain.checkpoint.layout import (
     parse_manifest,
     published,
     step_name,
+    step_of,
 )
 from ds_pretrain.checkpoint.rng import load_streams, save_streams
 from ds_pretrain.errors import InputError, RunError
@@ -36,7 +37,9 @@ Tell = Callable[[str], None]
 class Shards(Protocol):
     """What a checkpoint needs of an engine. Collective."""
 
-    def save(self, folder: Path, tag: str) -> None: ...
+    def save(self, folder: Path, tag: str) -> None:
+        """Raises OSError or RuntimeError on a rank that could not write, once every rank is done."""
+        ...
 
     def load(self, folder: Path, tag: str) -> None: ...
 
@@ -61,15 +64,15 @@ def save(
     name = step_name(state.step)
     unfinished = root / f"{name}{PARTIAL}"
     _on_main(world, lambda: _start_partial(unfinished))
-    shards.save(root, unfinished.name)
     problem: str | None = None
     entries: dict[str, FileEntry] = {}
     try:
+        shards.save(root, unfinished.name)
         save_streams(unfinished, world.rank)
         if world.is_main:
             for file, text in {**texts, RUN_STATE: state.to_json()}.items():
                 (unfinished / file).write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
         problem = f"rank {world.rank}: {error}"
     _agree(world, problem, name)  # every file is written once all ranks are here
     try:
@@ -106,6 +109,24 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
     return None
 
 
+def newest_intact(root: Path, step: int | None = None) -> Path:
+    """The newest checkpoint (or that of `step`) whose manifest verifies, read by this process alone.
+
+    Raises:
+        InputError: there is none; each that does not verify is named with its reason. Nothing is moved.
+    """
+    reasons = []
+    for folder in published(root):
+        if step is not None and step_of(folder.name) != step:
+            continue
+        reason = _broken_reason(folder, World())
+        if reason is None:
+            return folder
+        reasons.append(f"{folder}: {reason}")
+    wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
+
+
 def restore(found: Found, shards: Shards, world: World) -> RunState:
     """Load shards and this rank's random streams. Collective."""
     shards.load(found.folder.parent, found.folder.name)
@@ -120,9 +141,13 @@ def prune(root: Path, keep: int, world: World, tell: Tell) -> None:
             doomed = folder.with_name(f"{folder.name}{PARTIAL}")  # no longer a checkpoint, before it is torn
             try:
                 folder.rename(doomed)
-                shutil.rmtree(doomed)
             except OSError as error:
                 tell(f"cannot delete the old checkpoint {folder}: {error}; training goes on")
+        for torn in root.glob(f"*{PARTIAL}"):  # also what saves left that were killed
+            try:
+                shutil.rmtree(torn)
+            except OSError as error:
+                tell(f"cannot delete {torn}: {error}; training goes on")
 
 
 def _start_partial(unfinished: Path) -> None:
@@ -169,9 +194,12 @@ def _broken_reason(folder: Path, world: World) -> str | None:
             return f"{name} is listed and cannot be read ({error.strerror})"
         if found != entry.bytes:
             return f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
-    for name, entry in manifest.files.items():
-        if owner(name) % world.size == world.rank and checksum(folder / name) != entry.sha256:
-            return f"the checksum of {name} does not match the manifest"
+    try:
+        for name, entry in manifest.files.items():
+            if owner(name) % world.size == world.rank and checksum(folder / name) != entry.sha256:
+                return f"the checksum of {name} does not match the manifest"
+    except OSError as error:
+        return f"{name} cannot be read to its end ({error.strerror})"
     return None
 
 
