@@ -1,0 +1,7 @@
+"""`python -m ds_pretrain` is the `ds-pretrain` command."""
+
+import sys
+
+from ds_pretrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,202 @@
+"""The `ds-pretrain` command: parsing, and one call each."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_pretrain import __version__
+from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.launch.command import compose
+from ds_pretrain.launch.hosts import num_ranks, read_hostfile
+from ds_pretrain.launch.run import run
+from ds_pretrain.plan import load_plan
+from ds_pretrain.preflight import find_problems, open_inputs, summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit code of the process (errors.py has the table)."""
+    words = _parse(argv)
+    try:
+        code: int = words.call(words)
+    except RunError as error:
+        print(f"ds-pretrain: {error}", file=sys.stderr)
+        return error.exit_code
+    return code
+
+
+def train_command(words: argparse.Namespace) -> int:
+    """Compose and run the `deepspeed` command of a run file."""
+    plan = load_plan(words.run_file, words.overrides)
+    command = compose(words.run_file, words.overrides, ranks=words.ranks, hostfile=words.hostfile)
+    world_size = num_ranks(command.hosts) or None
+    problems = find_problems(plan, open_inputs(plan), world_size, _world_source(words))
+    if problems:
+        raise InputError(problems)
+    print(" ".join(command.argv), flush=True)
+    return run(command, plan.out)
+
+
+def check_command(words: argparse.Namespace) -> int:
+    """Find everything that can be found without an engine, and print the resolved run."""
+    plan = load_plan(words.run_file, words.overrides)
+    world_size = words.world
+    if words.hostfile is not None:
+        world_size = num_ranks(read_hostfile(words.hostfile))
+        if words.world not in (None, world_size):
+            raise InputError(
+                f"--world {words.world}, but {words.hostfile} has {world_size} slots; leave one of them out"
+            )
+    inputs = open_inputs(plan)
+    problems = find_problems(plan, inputs, world_size, _world_source(words))
+    if problems:
+        raise InputError(problems)
+    for line in summary(plan, inputs, world_size):
+        print(line)
+    print(f"ok         {words.run_file}")
+    return 0
+
+
+def prepare_command(words: argparse.Namespace) -> int:
+    """Tokenize text into a source."""
+    from ds_pretrain.data.prepare import prepare
+
+    done = prepare(
+        words.sources,
+        words.tokenizer,
+        words.out,
+        words.workers,
+        train_tokenizer_size=words.train_tokenizer,
+        text_column=words.text_column,
+        split=words.split,
+        document=words.document,
+        eos_token=words.eos_token,
+        overwrite=words.overwrite,
+        progress=not words.quiet,
+    )
+    print(
+        f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}, vocabulary "
+        f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones dropped, "
+        f"{done.tokens_per_second:,.0f} tokens/s"
+    )
+    return 0
+
+
+def sample_command(words: argparse.Namespace) -> int:
+    """Print what a run's newest checkpoint says."""
+    from ds_pretrain.sample import sample
+
+    plan = load_plan(words.run_file, words.overrides)
+    texts = sample(
+        plan,
+        words.prompt,
+        count=words.count,
+        max_tokens=words.tokens,
+        temperature=words.temperature,
+        seed=words.seed,
+        step=words.step,
+    )
+    for name, text in texts:
+        print(f"--- {name}\n{text}")
+    return 0
+
+
+def _world_source(words: argparse.Namespace) -> str:
+    if words.hostfile is not None:
+        return f"--hostfile {words.hostfile}"
+    return (
+        "--ranks"
+        if getattr(words, "ranks", None)
+        else "--world"
+        if getattr(words, "world", None)
+        else "this host"
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere; argparse alone wants them beside the run file."""
+    parser = _parser()
+    words, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(words, "overrides") or not all(_is_override(word) for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if not _is_override(word))}")
+    if rest:
+        words.overrides = [*words.overrides, *rest]
+    return words
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-pretrain", description="Pretrain language models with DeepSpeed."
+    )
+    parser.add_argument("--version", action="version", version=f"ds_pretrain {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a run file: composes and runs the `deepspeed` command")
+    _add_run(train)
+    train.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks on this host (default: its GPUs, or one)"
+    )
+    train.add_argument(
+        "--hostfile", type=Path, metavar="F", help="hosts and slots, one `name slots=N` a line"
+    )
+    train.set_defaults(call=train_command)
+
+    check = commands.add_parser(
+        "check", help="find what is wrong with a run file, and print what it resolves to"
+    )
+    _add_run(check)
+    check.add_argument("--world", type=int, metavar="N", help="number of ranks to check the batch against")
+    check.add_argument("--hostfile", type=Path, metavar="F", help="take the number of ranks from it")
+    check.set_defaults(call=check_command)
+
+    prepare = commands.add_parser("prepare", help="tokenize text into a .bin/.idx pair")
+    prepare.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="files, folders, or a data set's hub name"
+    )
+    prepare.add_argument("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
+    prepare.add_argument(
+        "--out", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json"
+    )
+    prepare.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="N",
+        help="first train a byte-level BPE of N entries and save it as T",
+    )
+    prepare.add_argument(
+        "--workers", type=int, metavar="N", help="threads (default: the cores of this process)"
+    )
+    prepare.add_argument(
+        "--document",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="what of a text file is a document",
+    )
+    prepare.add_argument("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
+    prepare.add_argument("--split", default="train", metavar="NAME", help="of a data set on the hub")
+    prepare.add_argument("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
+    prepare.add_argument("--overwrite", action="store_true", help="replace what stands at PREFIX")
+    prepare.add_argument("--quiet", action="store_true", help="no progress bar")
+    prepare.set_defaults(call=prepare_command)
+
+    sample = commands.add_parser("sample", help="print text from a run's newest checkpoint")
+    _add_run(sample)
+    sample.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    sample.add_argument("--count", type=int, default=1, metavar="N", help="how many")
+    sample.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens of each, at most")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    sample.set_defaults(call=sample_command)
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="RUN.toml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="replaces a value of the run file"
+    )
