@@ -52,8 +52,9 @@ def started(given: dict[str, Any], out: Path) -> Iterator[subprocess.Popen[str]]
     finally:
         process.kill()
         process.wait()
-        end_ranks(read_ranks(out), (), grace_seconds=0)  # they hold the pipe that is read to its end next
-        process.communicate()
+        end_ranks(read_ranks(out), (), grace_seconds=0)
+        if process.stderr is not None:
+            process.stderr.close()  # not read to its end: a rank that escaped may hold the other one
 
 
 def wait_for_ranks(out: Path, count: int = 1, seconds: float = 60) -> tuple[RankRecord, ...]:
