@@ -211,8 +211,8 @@ def _contradictions(run: Run) -> Iterator[str]:
             nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
             yield (
                 f"batch.tokens = {run.batch.tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
-                f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; nearest "
-                f"batch.tokens: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
+                f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; "
+                f"nearest batch.tokens: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
             )
         for source in phase.mixture:
             if source not in run.sources:
