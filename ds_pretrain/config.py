@@ -85,7 +85,9 @@ class ModelSection(Section):
     qk_norm: bool = False
     z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
     recompute: bool = False
-    attention: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
+    attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
+        None  # None: the best that the family has
+    )
     decay_embeddings: bool = (
         False  # norms, biases and embeddings have no weight decay unless this asks for it
     )
@@ -229,7 +231,7 @@ def _toml_value(text: str) -> Any:
 
 def _explain(error: Any) -> str:
     """One validation error as: where, what was found, what was expected."""
-    keys = [str(k) for k in error["loc"] if k not in ("cosine", "wsd")]
+    keys = [str(k) for k in error["loc"] if k not in ("cosine", "wsd", "[key]")]
     where = ".".join(keys)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
@@ -245,6 +247,10 @@ def _explain(error: Any) -> str:
         return f'`{where}.kind` is {error["ctx"]["tag"]!r}; expected "cosine" or "wsd"'
     if kind == "too_long" and where == "phases":
         return f"`phases` has {len(found)} items; this version trains exactly one phase"
+    if kind == "too_short" and where == "phases":
+        return "`phases` is empty; add one [[phases]] with a name, a seq_len and a mixture"
+    if kind == "string_pattern_mismatch":
+        return f"`{where}` = {found!r}; expected letters, digits, dots, dashes and underscores"
     message = error["msg"].removeprefix("Value error, ")
     return f"`{where}` = {found!r}: {message}" if kind != "value_error" else f"`{where}`: {message}"
 
@@ -256,7 +262,7 @@ def _known_keys(path: Sequence[str], location: Sequence[Any]) -> list[str]:
         if key.isdigit():
             continue
         field = section.model_fields.get(key)
-        candidates = [m for m in _models(field.annotation) if field] if field else []
+        candidates = [m for m in section_models(field.annotation) if field] if field else []
         if "cosine" in location or "wsd" in location:
             candidates = [
                 m for m in candidates if get_args(m.model_fields["kind"].annotation)[0] in location
@@ -267,11 +273,11 @@ def _known_keys(path: Sequence[str], location: Sequence[Any]) -> list[str]:
     return list(section.model_fields)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def section_models(annotation: Any) -> list[type[BaseModel]]:
     """Every section inside a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [m for argument in get_args(annotation) for m in _models(argument)]
+    return [m for argument in get_args(annotation) for m in section_models(argument)]
 
 
 def read_text(path: str | Path, what: str) -> str:

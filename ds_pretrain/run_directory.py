@@ -72,10 +72,10 @@ def directory_problems(plan: Plan) -> list[str]:
     ]
 
 
-def claim(plan: Plan, found_step: int | None) -> RunRecord:
+def claim(plan: Plan, found_step: int | None, found_wandb_id: str | None = None) -> RunRecord:
     """Count one more start of the run in its directory, which is created if need be. On rank 0 only.
 
-    `found_step` is that of the checkpoint to go on from, None if there is none.
+    `found_step` and `found_wandb_id` are those of the checkpoint to go on from, None if there is none.
 
     Raises:
         InputError: the directory cannot be written, holds another run, or has lost its checkpoints.
@@ -91,7 +91,8 @@ def claim(plan: Plan, found_step: int | None) -> RunRecord:
         )
     ensure_writable_folder(plan.out, f"{plan.run_path}: out")
     identity = json.loads(json.dumps(plan.identity()))
-    record = before or RunRecord(plan.run.name, identity, 0, uuid.uuid4().hex[:12], None)
+    wandb_id = found_wandb_id or uuid.uuid4().hex[:12]
+    record = before or RunRecord(plan.run.name, identity, 0, wandb_id, None)
     attempt = record.attempt + 1
     changes = [
         {"attempt": attempt, "field": path, "old": old, "new": new}

@@ -1,0 +1,65 @@
+"""N steps straight == k steps, SIGKILL, resume: bit for bit, wherever the run is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import KILLED, run_ranks
+from tests.runs.golden import run_rank, trace, validations
+from tests.scenario import deepspeed_json, make_run
+
+KILLS = (2, 4, 5, 8, 11)  # before the first checkpoint, right after one, in between, late; all in one run
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
+    tmp_path: Path, bf16: bool, stage: int, accumulation: int, num_ranks: int
+) -> None:
+    options: dict[str, Any] = {
+        "deepspeed": deepspeed_json(stage, bf16),
+        "micro_sequences": 1,
+        "batch_tokens": 16 * num_ranks * accumulation,
+        "save_every": "2 steps",
+    }
+    straight_file = make_run(tmp_path / "straight", **options)
+    straight = run_ranks(run_rank, num_ranks, str(straight_file))
+
+    cut_file = make_run(tmp_path / "cut", **options)
+    rates: dict[int, Any] = {}
+    for kill_after in KILLS:
+        killed = run_ranks(run_rank, num_ranks, str(cut_file), kill_after, allow_kill=True)
+        assert killed == [KILLED] * num_ranks
+    finished = run_ranks(run_rank, num_ranks, str(cut_file))
+
+    assert trace(cut_file.parent / "out") == trace(straight_file.parent / "out")
+    assert len(trace(cut_file.parent / "out")) == 12
+    assert validations(cut_file.parent / "out") == validations(straight_file.parent / "out")
+    for (digest, live_rates, samples), (expected, expected_rates, expected_samples) in zip(
+        finished, straight, strict=True
+    ):
+        assert digest == expected
+        assert set(live_rates) == {
+            11,
+            12,
+        }  # the last kill came after step 11; the checkpoint before it is of 10
+        assert rates | live_rates == {step: expected_rates[step] for step in live_rates}
+        assert samples == {step: expected_samples[step] for step in samples}
+
+
+def test_the_golden_comparison_sees_a_difference(tmp_path: Path) -> None:
+    """Two seeds differ in every compared value, so equality above means something."""
+    run_file = make_run(tmp_path / "run")
+    [(digest, _, samples)] = run_ranks(run_rank, 1, str(run_file))
+    first = trace(tmp_path / "run" / "out")
+    [(other, _, other_samples)] = run_ranks(
+        run_rank, 1, str(run_file), None, ("seed=8", f"out={tmp_path}/other")
+    )
+    second = trace(tmp_path / "other")
+    assert digest != other
+    assert samples != other_samples
+    for key in ("loss", "grad_norm", "batch_checksum"):
+        assert all(a[key] != b[key] for a, b in zip(first, second, strict=True))

@@ -1,0 +1,45 @@
+"""The documentation names what is there, and nothing that is not."""
+
+import re
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ds_pretrain.config import Run, SourceSection, section_models
+
+ROOT = Path(__file__).parent.parent
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    keys = set()
+    for name, field in section.model_fields.items():
+        nested = [m for m in section_models(field.annotation) if m is not SourceSection]
+        keys |= {key for m in nested for key in _keys(m, f"{name}.")} if nested else {f"{prefix}{name}"}
+    return keys
+
+
+def test_the_run_file_page_lists_exactly_the_keys_that_the_run_file_has() -> None:
+    page = (ROOT / "docs/run-file.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_.A-Z]+)` \|", page, re.MULTILINE))
+    documented = {"sources" if key == "sources.NAME" else key for key in documented}
+
+    assert documented == _keys(Run)
+
+
+def test_every_file_that_the_documentation_links_to_exists() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ds_configs/*.md")]
+    missing = [
+        (page.name, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert missing == []
+
+
+def test_the_exit_code_table_of_the_readme_is_that_of_the_code() -> None:
+    from ds_pretrain import errors
+
+    table = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(code) for code in table} == codes
