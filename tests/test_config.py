@@ -1,0 +1,229 @@
+"""The run file: what it reads, and what it says about what it cannot read."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain.config import (
+    CosineSection,
+    ModelSection,
+    Run,
+    SourceSection,
+    WsdSection,
+    parse_run,
+    read_text,
+)
+from ds_pretrain.errors import InputError
+
+MINIMAL = """
+name = "tiny"
+out = "runs/tiny"
+deepspeed = "ds.json"
+[model]
+config = "model.json"
+[schedule]
+kind = "wsd"
+length = "2_000 steps"
+peak = 3e-4
+warmup = "100 steps"
+decay = "10%"
+[batch]
+tokens = "4M"
+micro_sequences = 4
+[sources]
+web = "data/web"
+[[phases]]
+name = "main"
+seq_len = 4096
+mixture = { web = 1.0 }
+"""
+
+
+def problems_of(text: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(InputError) as raised:
+        parse_run(text, overrides, "run.toml")
+    return raised.value.problems
+
+
+def test_a_minimal_run_file_gives_a_frozen_tree_with_the_documented_defaults() -> None:
+    run = parse_run(MINIMAL)
+    assert isinstance(run.schedule, WsdSection)
+    assert (run.schedule.shape, run.schedule.floor, str(run.schedule.length)) == (
+        "1-sqrt",
+        0.0,
+        "2_000 steps",
+    )
+    assert run.batch.tokens == 4 * 2**20
+    assert run.sources == {"web": SourceSection(path="data/web")}
+    assert (run.seed, run.validation, run.monitor.wandb, run.checkpoint.keep) == (0, None, "off", 3)
+    assert [str(trigger) for trigger in run.checkpoint.every] == ["1000 steps"]
+    assert run.model == ModelSection(config="model.json")
+    assert (run.model.qk_norm, run.model.z_loss, run.model.recompute) == (False, None, False)
+    with pytest.raises(ValueError, match="frozen"):
+        run.seed = 3  # type: ignore[misc]
+
+
+def test_a_cosine_needs_no_decay() -> None:
+    text = MINIMAL.replace('kind = "wsd"', 'kind = "cosine"').replace('decay = "10%"', "")
+    schedule = parse_run(text).schedule
+    assert isinstance(schedule, CosineSection)
+    assert schedule.floor == 0.1
+
+
+@pytest.mark.parametrize("spelling", ["0", "0.0", "false", '"off"', '"none"'])
+def test_every_spelling_of_no_z_loss_is_none(spelling: str) -> None:
+    assert parse_run(MINIMAL, [f"model.z_loss={spelling}"]).model.z_loss is None
+    assert parse_run(MINIMAL, ["model.z_loss=1e-4"]).model.z_loss == 1e-4
+
+
+def test_triggers_may_be_one_or_several() -> None:
+    several = parse_run(MINIMAL, ['checkpoint.every=["1000 steps", "10 min", "1B tokens"]'])
+    assert [trigger.unit for trigger in several.checkpoint.every] == ["steps", "seconds", "tokens"]
+    assert [str(t) for t in parse_run(MINIMAL, ["checkpoint.every=10 min"]).checkpoint.every] == ["10 min"]
+
+
+OVERRIDES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "schedule.peak=2e-4": (("schedule", "peak"), 2e-4),
+    "schedule.peak = 1": (("schedule", "peak"), 1.0),
+    "name=other": (("name",), "other"),
+    "batch.tokens=512K": (("batch", "tokens"), 2**19),
+    "batch.tokens=524_288": (("batch", "tokens"), 2**19),
+    "model.qk_norm=true": (("model", "qk_norm"), True),
+    "monitor.every=5": (("monitor", "every"), 5),
+    "out=a=b": (("out",), "a=b"),
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), OVERRIDES.items(), ids=OVERRIDES)
+def test_an_override_replaces_one_value(override: str, expected: tuple[tuple[str, ...], Any]) -> None:
+    path, value = expected
+    node: Any = parse_run(MINIMAL, [override])
+    for key in path:
+        node = getattr(node, key)
+    assert node == value
+
+
+def test_an_override_reaches_into_phases_and_sources() -> None:
+    run = parse_run(MINIMAL, ["phases.0.seq_len=512", "sources.code=data/code", "phases.0.mixture.code=0.5"])
+    assert run.phases[0].seq_len == 512
+    assert run.sources["code"].path == "data/code"
+    assert run.phases[0].mixture == {"web": 1.0, "code": 0.5}
+
+
+def test_a_later_override_wins() -> None:
+    assert parse_run(MINIMAL, ["seed=1", "seed=2"]).seed == 2
+
+
+BAD_OVERRIDES = {
+    "schedule.peak": "is not of the form section.key=value, like schedule.peak=2e-4",
+    "=3": "is not of the form section.key=value",
+    "schedule..peak=3": "is not of the form section.key=value",
+    "name.first=x": "'name' is not a section of the run file",
+    "phases.seq_len=512": "name a key of the list's item, like phases.0.seq_len=512",
+    "phases.7.seq_len=512": "'7' is not a section of the run file",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), BAD_OVERRIDES.items(), ids=BAD_OVERRIDES)
+def test_an_override_that_cannot_be_applied_is_named(override: str, message: str) -> None:
+    (problem,) = problems_of(MINIMAL, override)
+    assert problem.startswith(f"override {override!r}")
+    assert message in problem
+
+
+# An override that makes the run file wrong, and the one message about it.
+WRONG = {
+    "sched=1": "unknown key `sched`; did you mean `schedule`?",
+    "zzz=1": "unknown key `zzz`; known here: name, out, seed,",
+    "schedule.warmpu=10%": "unknown key `schedule.warmpu`; did you mean `warmup`?",
+    "model.qknorm=true": "unknown key `model.qknorm`; did you mean `qk_norm`?",
+    "phases.0.seqlen=5": "unknown key `phases.0.seqlen`; did you mean `seq_len`?",
+    "sources.code={ file = 'x', path = 'y' }": "unknown key `sources.code.file`; known here: path",
+    "checkpoint.keeep=3": "unknown key `checkpoint.keeep`; did you mean `keep`?",
+    "seed=-1": "`seed` = -1: Input should be greater than or equal to 0",
+    "seed=1.5": "`seed` = 1.5: Input should be a valid integer",
+    "seed=true": "`seed` = True: Input should be a valid integer",
+    'seed="7"': "`seed` = '7': Input should be a valid integer",
+    "model.qk_norm=1": "`model.qk_norm` = 1: Input should be a valid boolean",
+    "model.attention=fast": "`model.attention` = 'fast': Input should be 'eager', 'sdpa' or 'flash_",
+    "model.z_loss=-1": "`model.z_loss` = -1: Input should be greater than 0",
+    "schedule.peak=0": "`schedule.peak` = 0: Input should be greater than 0",
+    "schedule.peak=inf": "`schedule.peak` = inf: Input should be a finite number",
+    "schedule.floor=1.5": "`schedule.floor` = 1.5: Input should be less than or equal to 1",
+    "schedule.shape=square": "`schedule.shape` = 'square': Input should be 'linear', 'cosine', '1-sqrt' or",
+    "schedule.kind=linear": '`schedule.kind` is \'linear\'; expected "cosine" or "wsd"',
+    "schedule={ peak = 1.0 }": '`schedule.kind` is missing; expected "cosine" or "wsd"',
+    "schedule.length=2000": '`schedule.length`: 2000 has no unit; write it as text with one, like "2000',
+    "schedule.length=10 min": '`schedule.length`: "10 min" is in seconds; expected steps or tokens',
+    "schedule.length=10%": '`schedule.length`: "10%" is in percent; expected steps or tokens',
+    "schedule.length=0 steps": '`schedule.length`: "0 steps" is zero; expected more',
+    "schedule.warmup=soon": "`schedule.warmup`: 'soon' is not a duration; write a number with its unit",
+    "schedule.decay=5 min": '`schedule.decay`: "5 min" is in seconds; expected steps or tokens or percent',
+    "checkpoint.every=0 min": '`checkpoint.every.0`: "0 min" is zero; expected more',
+    "checkpoint.every=10%": '`checkpoint.every.0`: "10%" is in percent; expected steps or tokens or seconds',
+    "batch.tokens=4MB": "`batch.tokens`: '4MB' is not a batch size in tokens; write it like 524_288",
+    "batch.micro_sequences=0": "`batch.micro_sequences` = 0: Input should be greater than 0",
+    "phases=[]": "`phases` is empty; add one [[phases]] with a name, a seq_len and a mixture",
+    "phases.0.mixture.web=-1": "`phases.0.mixture.web` = -1: Input should be greater than 0",
+    'sources={ "my web" = "x", web = "y" }': "`sources.my web` = 'my web'; expected letters, digits,",
+    "name=a/b": "`name` = 'a/b'; expected letters, digits, dots, dashes and underscores",
+    "monitor.wandb=on": "`monitor.wandb` = 'on': Input should be 'off', 'offline' or 'online'",
+    "model=llama": "`model` = 'llama': Input should be a valid dictionary",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_gives_one_message_with_its_place(override: str, message: str) -> None:
+    problems = problems_of(MINIMAL, override)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(f"run.toml: {message}")
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "out", "deepspeed", "model.config", "schedule.peak", "schedule.decay"]
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    last = key.split(".")[-1]
+    lines = [line for line in MINIMAL.splitlines() if not line.startswith(f"{last} = ")]
+    if key == "name":
+        lines.insert(lines.index("[[phases]]") + 1, 'name = "main"')
+    assert problems_of("\n".join(lines)) == (f"run.toml: `{key}` is missing",)
+
+
+def test_a_second_phase_is_refused_as_not_there_yet() -> None:
+    second = '[[phases]]\nname = "b"\nseq_len = 8\nmixture = { web = 1.0 }\n'
+    (problem,) = problems_of(MINIMAL + second)
+    assert problem == "run.toml: `phases` has 2 items; this version trains exactly one phase"
+
+
+def test_all_problems_come_in_one_report() -> None:
+    overrides = ["schedule.peak=-1", "zzz=1", "batch.tokens=no", "bad"]
+    assert len(problems_of(MINIMAL, *overrides)) == 4
+
+
+def test_text_that_is_no_toml_is_refused_with_its_line() -> None:
+    (problem,) = problems_of("name = \n")
+    assert problem.startswith("run.toml is not valid TOML: ")
+    assert "line 1" in problem
+
+
+def test_a_file_that_cannot_be_read_names_the_setting_that_asked_for_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        read_text(tmp_path / "missing.json", "run.toml: deepspeed")
+    message = str(raised.value)
+    assert message.startswith(f"run.toml: deepspeed: cannot read {tmp_path / 'missing.json'} (No such file")
+    assert str(Path.cwd()) in message
+    (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
+    with pytest.raises(InputError, match=r"is not UTF-8 text \(invalid start byte at byte 2\)"):
+        read_text(tmp_path / "binary", "run file")
+
+
+def test_a_run_survives_the_way_to_plain_types_and_back() -> None:
+    run = parse_run(MINIMAL, ["checkpoint.every=10 min"])
+    assert Run.model_validate(run.model_dump(mode="json")) == run
+
+
+def test_the_minimal_run_file_is_toml() -> None:
+    assert "phases" in tomllib.loads(MINIMAL)

@@ -1,0 +1,180 @@
+"""The run directory: whose it is, how often it was started, and what a start may not change."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.plan import load_plan
+from ds_pretrain.run_directory import RunRecord, claim, directory_problems, note_saved, read_record
+from tests.scenario import make_run
+
+
+def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
+    return claim(load_plan(run_file, overrides), found_step)
+
+
+def refusal(run_file: Path, *overrides: str, found_step: int | None = None) -> str:
+    with pytest.raises(InputError) as raised:
+        start(run_file, *overrides, found_step=found_step)
+    return str(raised.value)
+
+
+def test_the_first_start_creates_the_directory_and_each_start_is_counted(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    assert directory_problems(load_plan(run_file)) == []
+    assert not (tmp_path / "out").exists()
+    first = start(run_file)
+    assert (first.name, first.attempt, first.saved_step, first.changes) == ("tiny", 1, None, ())
+    second = start(run_file)
+    assert second == RunRecord("tiny", first.identity, 2, first.wandb_id, None)
+    assert read_record(tmp_path / "out") == second
+    assert os.listdir(tmp_path / "out") == ["run.json"]
+
+
+def test_a_saved_step_only_grows(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    start(make_run(tmp_path))
+    for step, remembered in ((3, 3), (6, 6), (4, 6)):
+        note_saved(out, step)
+        record = read_record(out)
+        assert record is not None
+        assert record.saved_step == remembered
+
+
+def test_a_run_whose_checkpoints_are_gone_never_starts_again_at_step_zero(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    note_saved(tmp_path / "out", 1200)
+    before = (tmp_path / "out" / "run.json").read_text()
+    message = refusal(run_file, found_step=None)
+    assert message.startswith(f"{tmp_path / 'out'} had a checkpoint at step 1,200 and now has none;")
+    assert "put the checkpoints back, or give the run file a new `out`" in message
+    assert (tmp_path / "out" / "run.json").read_text() == before
+    assert start(run_file, found_step=900).attempt == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "{}", '{"name": "tiny"}', '{"changes": [], "x": 1}'])
+def test_a_record_that_cannot_be_read_stops_the_start(tmp_path: Path, text: str) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    record = tmp_path / "out" / "run.json"
+    record.write_text(text)
+    message = refusal(run_file)
+    assert message.startswith(f"{record} cannot be read (")
+    assert "put an intact copy back" in message
+    assert "or give the run file a new `out`" in message
+    assert record.read_text() == text
+    assert len(directory_problems(load_plan(run_file))) == 1
+
+
+def test_a_torn_record_stops_the_start(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    record = tmp_path / "out" / "run.json"
+    whole = record.read_bytes()
+    for cut in range(0, len(whole) - 2, 37):
+        record.write_bytes(whole[:cut])
+        assert "cannot be read" in refusal(run_file)
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    message = refusal(run_file, "name=other")
+    expected = (
+        f"{tmp_path / 'out'} holds the run 'tiny', and {run_file} is 'other'; give it an `out` of its own"
+    )
+    assert message == expected
+
+
+# An override of the second start, the field that it changes, and whether accept_changes can let it through.
+CHANGES = [
+    ("seed=8", "seed", False),
+    ("model.qk_norm=false", "model.qk_norm", False),
+    ("batch.tokens=256", "batch.tokens", False),
+    ("phases.0.seq_len=8", "phases", False),
+    ("phases.0.mixture.code=0.4", "phases", False),
+    ("sources.code=elsewhere", "sources.code.path", False),
+    ("schedule.peak=0.5", "schedule.peak", True),
+    ("schedule.floor=0.5", "schedule.floor", True),
+    ("schedule.warmup=1 steps", "schedule.warmup", True),
+    ("schedule.shape=linear", "schedule.shape", True),
+    ("model.z_loss=off", "model.z_loss", True),
+    ("model.recompute=true", "model.recompute", True),
+    ("model.attention=eager", "model.attention", True),
+    ("model.decay_embeddings=true", "model.decay_embeddings", True),
+]
+
+
+@pytest.mark.parametrize(("override", "field", "acceptable"), CHANGES, ids=[row[0] for row in CHANGES])
+def test_a_change_of_what_the_run_is_has_to_be_meant(
+    tmp_path: Path, override: str, field: str, acceptable: bool
+) -> None:
+    run_file = make_run(tmp_path)
+    first = start(run_file)
+    message = refusal(run_file, override)
+    assert message.startswith(f"{run_file}: `{field}` is ")
+    assert f"but the run in {tmp_path / 'out'} was started with " in message
+    assert read_record(tmp_path / "out") == first
+    if not acceptable:
+        assert message.endswith("set it back, or start another run with a new `name` and `out`")
+        return
+    assert message.endswith(f'set it back, or accept it with accept_changes = ["{field}"]')
+    record = start(run_file, override, f'accept_changes=["{field}"]')
+    (change,) = record.changes
+    assert (change["attempt"], change["field"]) == (2, field)
+    assert change["old"] != change["new"]
+    assert start(run_file, override).changes == record.changes  # it is the run's own value from now on
+    assert f"`{field}`" in refusal(run_file)
+
+
+def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    record = start(run_file, "schedule.peak=0.5", "schedule.floor=0.1", 'accept_changes=["schedule"]')
+    assert [change["field"] for change in record.changes] == ["schedule.peak", "schedule.floor"]
+    assert "`model.z_loss`" in refusal(
+        run_file, "schedule.peak=0.5", "schedule.floor=0.1", "model.z_loss=off", 'accept_changes=["schedule"]'
+    )
+
+
+def test_all_changes_are_reported_at_once(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    problems = directory_problems(load_plan(run_file, ["seed=8", "schedule.peak=0.5", "model.qk_norm=false"]))
+    assert len(problems) == 3
+
+
+@pytest.mark.parametrize("override", ["batch.micro_sequences=4", "monitor.every=9", "checkpoint.keep=1"])
+def test_what_leaves_the_trajectory_alone_may_change(tmp_path: Path, override: str) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    assert start(run_file, override).changes == ()
+
+
+def test_a_changed_model_config_is_refused_by_its_own_key(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    config = json.loads((tmp_path / "model.json").read_text())
+    make_run(tmp_path, model={**config, "num_hidden_layers": 3})
+    message = refusal(run_file)
+    assert f"{run_file}: `model.config.num_hidden_layers` is 3, but" in message
+    assert "was started with 2;" in message
+
+
+def test_an_out_that_cannot_be_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    (tmp_path / "file").touch()
+    before = sorted(os.listdir(tmp_path))
+    message = refusal(run_file, f"out={tmp_path / 'file' / 'out'}")
+    assert message.startswith(f"{run_file}: out = {tmp_path / 'file' / 'out'}: cannot write there")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_an_out_that_turns_out_unwritable_is_refused(tmp_path: Path) -> None:
+    message = refusal(make_run(tmp_path), "out=/proc/ds_pretrain_out")
+    assert "out = /proc/ds_pretrain_out: cannot write there (" in message
+    assert "choose a folder that every rank can write" in message
