@@ -10,6 +10,7 @@ from torch import Tensor
 
 IGNORED = -100  # the label of a token that is no target
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of fp32 logits at a time
+_CHUNK_ELEMENTS_CPU = 1 << 18  # 1 MiB: stays in a core's cache
 
 
 def cross_entropy_and_z(
@@ -35,7 +36,7 @@ def cross_entropy_and_z(
     flat_logits, flat_labels = logits.reshape(-1, vocabulary), labels.reshape(-1)  # [N, V], [N]
     _refuse_foreign_labels(flat_labels, vocabulary)
     z = 0.0 if z_loss is None or z_loss == "off" else float(z_loss)
-    rows = chunk_rows or max(1, _CHUNK_ELEMENTS // vocabulary)
+    rows = chunk_rows or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // vocabulary)
     nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z, rows)  # type: ignore[no-untyped-call]
     return nll_sum, z_sum
 
@@ -62,17 +63,16 @@ class _CrossEntropyAndZ(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z: float, rows: int) -> tuple[Tensor, Tensor]:
+        valid, index = labels != IGNORED, labels.clamp(min=0)[:, None]  # [N], [N, 1]
         lse = torch.empty(len(labels), dtype=torch.float32, device=logits.device)  # [N]
-        nll_sum, square_sum = lse.new_zeros((), dtype=torch.float64), lse.new_zeros((), dtype=torch.float64)
         for start in range(0, len(labels), rows):
             piece = slice(start, start + rows)
-            wide = logits[piece].float()  # [C, V]
-            valid = labels[piece] != IGNORED  # [C]
-            lse[piece] = torch.logsumexp(wide, dim=-1)
-            target = wide.gather(-1, labels[piece].clamp(min=0)[:, None])[:, 0]  # [C]
-            nll_sum += torch.where(valid, lse[piece] - target, 0.0).sum(dtype=torch.float64)
-            if z:
-                square_sum += torch.where(valid, lse[piece].square(), 0.0).sum(dtype=torch.float64)
+            lse[piece] = torch.logsumexp(logits[piece].float(), dim=-1)
+        target = logits.gather(-1, index)[:, 0].float()  # [N]
+        nll_sum = torch.where(valid, lse - target, 0.0).sum(dtype=torch.float64)
+        square_sum = (
+            torch.where(valid, lse.square(), 0.0).sum(dtype=torch.float64) if z else nll_sum.new_zeros(())
+        )
         ctx.save_for_backward(logits, labels, lse)
         ctx.z, ctx.rows = z, rows
         return nll_sum.float(), (z * square_sum).float()
@@ -81,14 +81,26 @@ class _CrossEntropyAndZ(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse = ctx.saved_tensors
         nll_factor, z_factor = outputs
+        scale = nll_factor + z_factor * (2.0 * ctx.z) * lse[:, None] if ctx.z else nll_factor  # [N, 1] or []
+        ignored, index = labels == IGNORED, labels.clamp(min=0)[:, None]  # [N], [N, 1]
         gradient = torch.empty_like(logits)  # [N, V], in the dtype of the logits
         for start in range(0, len(labels), ctx.rows):
             piece = slice(start, start + ctx.rows)
-            valid = (labels[piece] != IGNORED)[:, None]  # [C, 1]
-            scale = (
-                nll_factor + z_factor * (2.0 * ctx.z) * lse[piece, None] if ctx.z else nll_factor
-            )  # [C, 1]
-            wide = (logits[piece].float() - lse[piece, None]).exp_().mul_(scale)  # [C, V]
-            wide.scatter_add_(-1, labels[piece].clamp(min=0)[:, None], (-nll_factor).expand(len(valid), 1))
-            gradient[piece] = wide.masked_fill_(~valid, 0.0)
+            wide = gradient[piece]  # [C, V]: written in place where it is fp32 already
+            if wide.dtype != torch.float32:
+                wide = torch.empty_like(wide, dtype=torch.float32)
+            torch.sub(logits[piece].float(), lse[piece, None], out=wide)
+            wide.exp_().mul_(scale[piece] if ctx.z else scale)
+            wide.scatter_add_(-1, index[piece], (-nll_factor).expand(len(wide), 1))
+            _clear_rows(wide, ignored[piece])
+            if gradient.dtype != torch.float32:
+                gradient[piece] = wide
         return gradient, None, None, None
+
+
+def _clear_rows(wide: Tensor, chosen: Tensor) -> None:
+    """Zero the rows of `wide` that `chosen` ([C], bool) names, whatever nonsense they hold."""
+    if not wide.is_cpu:
+        wide.masked_fill_(chosen[:, None], 0.0)  # to ask whether there are any would wait for the device
+    elif chosen.any():
+        wide[chosen] = 0.0  # on a CPU, filling by mask costs as much as all the rest
