@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ds_pretrain import opening
 from ds_pretrain import train as train_module
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import ZeroEngine
@@ -55,7 +56,7 @@ def run_rank(
         samples[step] = result.listed()
         return result
 
-    class KillingMonitor(train_module.Monitor):
+    class KillingMonitor(opening.Monitor):
         def step(self, record: Any) -> None:
             super().step(record)
             if record.step == kill_after:
@@ -64,7 +65,7 @@ def run_rank(
     patch.setattr(train_module, "open_run_engine", opened)
     patch.setattr(train_module, "measure", measured)
     patch.setattr(Sampler, "ids", sampled)
-    patch.setattr(train_module, "Monitor", KillingMonitor)
+    patch.setattr(opening, "Monitor", KillingMonitor)
     plan = load_plan(run_file, overrides)
     with StopSignal(plan.out, world) as stop:
         train_module.train(plan, world, stop)

@@ -1,0 +1,137 @@
+"""From a plan to the parts that a loop needs, each opened on every rank."""
+
+import json
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from ds_pretrain.checkpoint.rng import seed_streams
+from ds_pretrain.data.feed import Feed
+from ds_pretrain.data.sampler import make_sampler
+from ds_pretrain.data.validation import ValidationSet, make_validation_set
+from ds_pretrain.deepspeed_json import resolve_deepspeed
+from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
+from ds_pretrain.errors import InputError
+from ds_pretrain.files import write_atomic
+from ds_pretrain.models.build import build_model
+from ds_pretrain.models.flops import flops_per_token
+from ds_pretrain.models.groups import parameter_groups
+from ds_pretrain.models.rope import restore_rotary
+from ds_pretrain.monitor.monitor import Monitor
+from ds_pretrain.monitor.peak import peak_flops
+from ds_pretrain.monitor.sinks import say
+from ds_pretrain.monitor.wandb import WandbRun
+from ds_pretrain.plan import Plan
+from ds_pretrain.preflight import Inputs, find_problems, open_inputs, summary
+from ds_pretrain.run_directory import RunRecord
+from ds_pretrain.world import World, gather_objects
+
+
+def prepare_inputs(plan: Plan, world: World) -> Inputs:
+    """Open the data on every rank and check all that can be checked without an engine. Collective.
+
+    Raises:
+        InputError: on every rank, with every rank's problems.
+    """
+    problems: list[str] = []
+    inputs = Inputs({}, {})
+    try:
+        inputs = open_inputs(plan)
+        if world.is_main:
+            problems = find_problems(plan, inputs, world.size, "the launcher")
+    except InputError as error:
+        problems = list(error.problems)
+    everyone = dict.fromkeys(p for rank in gather_objects(world, problems) for p in rank)
+    if everyone:
+        raise InputError(everyone)
+    return inputs
+
+
+def announce(plan: Plan, inputs: Inputs, world: World) -> None:
+    """Print the resolved run, and keep what it is made of in the run directory."""
+    hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
+    if world.is_main:
+        for line in summary(plan, inputs, world.size):
+            say(sys.stdout, line)
+        say(sys.stdout, f"ranks      {world.size}: {', '.join(hosts)}")
+        write_atomic(plan.out / "run.toml", plan.run_text)
+        write_atomic(plan.out / "model.json", plan.model_text)
+        write_atomic(plan.out / "deepspeed_resolved.json", json.dumps(_resolved(plan), indent=1))
+        write_atomic(
+            plan.out / "ranks.json", json.dumps({"world_size": world.size, "ranks": hosts}, indent=1)
+        )
+
+
+def open_run_engine(plan: Plan, world: World) -> Engine:
+    """Build the model and hand it to DeepSpeed. Collective."""
+    config = _resolved(plan)
+    seed_streams(plan.run.seed, world.rank)
+    model = build_model(
+        plan.model_text,
+        qk_norm=plan.run.model.qk_norm,
+        recompute=plan.run.model.recompute,
+        seed=plan.run.seed,
+        dtype=dtype_of(config),
+        world=world,
+        partition=partition(config),
+        gather=gather(config),
+        attention=plan.run.model.attention,
+    )
+    groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
+    engine = open_engine(model.module, groups, config)
+    restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
+    if world.is_main:
+        say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
+        for kind in model.weights:
+            say(
+                sys.stdout,
+                f"weights    {kind.kind}: std {kind.measured_std:.5f}, asked {kind.asked_std:.5f}, "
+                f"{kind.num_weights:,} weights",
+            )
+    return engine
+
+
+def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
+    """The monitor of this start."""
+    section, segment = plan.run.monitor, plan.timeline.segments[0]
+    wandb = None
+    if section.wandb != "off":
+        wandb = WandbRun(record.wandb_id, section.wandb_project, plan.run.name, section.wandb)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return Monitor(
+        out=plan.out,
+        every=section.every,
+        wandb=wandb,
+        run_config=plan.run.model_dump(mode="json"),
+        attempt=record.attempt,
+        last_step=plan.last_step,
+        tokens_per_step=segment.tokens_per_step,
+        flops_per_token=flops_per_token(
+            json.loads(plan.model_text), segment.seq_len, qk_norm=plan.run.model.qk_norm
+        ),
+        peak_flops_per_rank=peak_flops(device) if device else None,
+        world=world,
+    )
+
+
+def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
+    """The feed of this rank."""
+    weights = {phase.name: phase.mixture for phase in plan.run.phases}
+    sampler = make_sampler(plan.run.seed, plan.timeline, weights, inputs.sources)
+    return Feed(sampler, inputs.sources, world, plan.run.batch.micro_sequences)
+
+
+def validation_sets(plan: Plan, inputs: Inputs) -> list[ValidationSet]:
+    """The fixed samples of each validation source."""
+    if plan.run.validation is None:
+        return []
+    seq_len, tokens = plan.run.phases[0].seq_len, plan.run.validation.tokens
+    return [make_validation_set(name, source, seq_len, tokens) for name, source in inputs.validation.items()]
+
+
+def _resolved(plan: Plan) -> dict[str, Any]:
+    return resolve_deepspeed(
+        plan.deepspeed, peak=plan.run.schedule.peak, micro_sequences=plan.run.batch.micro_sequences
+    )

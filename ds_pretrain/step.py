@@ -1,0 +1,102 @@
+"""One optimizer step and what it measured; validation. Shapes: B sequences, T tokens of each, V vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
+from ds_pretrain.data.feed import Batch
+from ds_pretrain.data.validation import ValidationSet, validation_batches
+from ds_pretrain.engine import Engine, Update
+from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.plan import Plan
+from ds_pretrain.record import StepRecord
+from ds_pretrain.saving import Saver
+from ds_pretrain.state import RunState
+from ds_pretrain.stop import StopSignal
+from ds_pretrain.world import World, gather_rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What some rank asked for and all ranks now know."""
+
+    stop: bool
+    save: bool
+
+
+def take_step(
+    engine: Engine, batch: Batch, rate: float, z_loss: float | None, world: World
+) -> tuple[Tensor, Update]:
+    """One update on this rank's part of the global batch: this rank's sums of cross-entropy and z-loss, [2].
+
+    Each micro-batch adds its sum over valid tokens, divided by the valid tokens of the whole global batch, so the
+    gradient does not depend on the split. DeepSpeed averages over ranks; `world.size` makes that a sum. Collective.
+    """
+    scale = world.size / max(1, batch.num_valid_tokens)
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for input_ids, labels in batch.micro_batches:
+        logits = engine.logits(input_ids.to(engine.device, non_blocking=True))  # [B, T, V]
+        nll, z = cross_entropy_and_z(logits, labels.to(engine.device, non_blocking=True), z_loss)
+        engine.backward((nll + z) * scale)
+        sums += torch.stack([nll.detach(), z.detach()])
+    return sums, engine.step(rate)
+
+
+def measure(
+    plan: Plan,
+    state: RunState,
+    batch: Batch,
+    losses: Tensor,
+    update: Update,
+    started: float,
+    saver: Saver,
+    stop: StopSignal,
+    world: World,
+) -> tuple[StepRecord, Asked]:
+    """The step's numbers over all ranks, and what any rank asked for: the one reduction of a step. Collective."""
+    nll, z = losses.tolist()
+    num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
+    row = [nll, z, num_valid, batch.checksum, batch.wait_seconds, perf_counter() - started]
+    rows = gather_rows(world, [*row, stop.is_asked(), saver.is_due_by_clock()])  # [W, 8]
+    sums, most = rows.sum(axis=0), rows.max(axis=0)
+    step = state.step + 1
+    record = StepRecord(
+        step=step,
+        phase=plan.timeline.at(state.step).phase,
+        loss=float(sums[0] / max(1, sums[2])),
+        loss_max_rank=float((rows[:, 0] / rows[:, 2].clip(min=1)).max()),
+        z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
+        learning_rate=plan.schedule.rate(state.step),
+        grad_norm=update.grad_norm,
+        clip_factor=update.clip_factor,
+        update_applied=update.applied,
+        num_valid_tokens=int(sums[2]),
+        num_valid_tokens_min_rank=int(rows[:, 2].min()),
+        tokens=plan.timeline.tokens_before(step),
+        samples=plan.timeline.samples_before(step),
+        batch_checksum=int(sums[3]),
+        step_seconds=float(most[5]),
+        data_wait_seconds=float(most[4]),
+    )
+    return record, Asked(stop=bool(most[6]), save=bool(most[7]))
+
+
+def evaluate(engine: Engine, plan: Plan, sets: Sequence[ValidationSet], world: World) -> dict[str, float]:
+    """Mean cross-entropy of each validation source, in nats a token. No random stream moves. Collective."""
+    streams = capture_streams()
+    losses = {}
+    with engine.evaluating():
+        for chosen in sets:
+            nll, count = 0.0, 0
+            for input_ids, labels in validation_batches(chosen, world, plan.run.batch.micro_sequences):
+                logits = engine.logits(input_ids.to(engine.device))  # [B, T, V]
+                nll += cross_entropy_and_z(logits, labels.to(engine.device), None)[0].item()
+                count += int((labels >= 0).sum())
+            total = gather_rows(world, [nll, count]).sum(axis=0)
+            losses[chosen.name] = float(total[0] / total[1])
+    restore_streams(streams)
+    return losses
