@@ -26,10 +26,15 @@ LAYERS: dict[str, int] = {
         ["config", "timeline", "schedules", "state", "record", "plan", "deepspeed_json", "deepspeed_keys"], 1
     ),
     **dict.fromkeys(["data", "models", "checkpoint", "monitor", "engine", "run_directory", "stop"], 2),
-    **dict.fromkeys(["preflight", "train", "sample", "launch"], 3),
+    **dict.fromkeys(["preflight", "opening", "saving", "step", "train", "sample", "launch"], 3),
     **dict.fromkeys(["cli", "__main__"], 4),
 }
-SEES_SIBLING = {("train", "preflight"), ("__main__", "cli")}
+SEES_SIBLING = {
+    ("opening", "preflight"),
+    ("step", "saving"),
+    *(("train", part) for part in ("opening", "saving", "step")),
+    ("__main__", "cli"),
+}
 HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit codes with them, nothing else
 
 # Where a library may be imported at all: a module, or a part as a whole.
