@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("train", "preflight"),
     ("step", "saving"),
     *(("train", part) for part in ("opening", "saving", "step")),
     ("__main__", "cli"),
