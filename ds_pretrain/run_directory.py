@@ -72,6 +72,15 @@ def directory_problems(plan: Plan) -> list[str]:
     ]
 
 
+def is_of_this_run(plan: Plan) -> bool:
+    """True if the run directory holds this run; False if it is new, of another run, or cannot be read."""
+    try:
+        record = read_record(plan.out)
+    except InputError:
+        return False
+    return record is not None and record.name == plan.run.name
+
+
 def claim(plan: Plan, found_step: int | None, found_wandb_id: str | None = None) -> RunRecord:
     """Count one more start of the run in its directory, which is created if need be. On rank 0 only.
 

@@ -19,6 +19,7 @@ class StopSignal:
         self._file = stop_file(out)
         self._looks = world.is_main  # one rank looks at the file system
         self._signalled = False
+        self._has_looked = False  # only then is the folder known to be this run's
         self._before: Sequence[Any] = ()
 
     def __enter__(self) -> "StopSignal":
@@ -30,11 +31,12 @@ class StopSignal:
     ) -> None:
         for number, handler in zip(_SIGNALS, self._before, strict=True):
             signal.signal(number, handler)
-        if self._looks:
+        if self._has_looked:
             self._file.unlink(missing_ok=True)  # it was for this start, not for the next
 
     def is_asked(self) -> bool:
         """True if this rank was asked. Other ranks may not have been: share it before acting on it."""
+        self._has_looked = self._looks
         return self._signalled or (self._looks and self._file.exists())
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -74,13 +74,19 @@ def deepspeed_json(stage: int = 3, bf16: bool = False, **more: Any) -> dict[str,
     }
 
 
-def write_corpus(prefix: Path, seed: int, num_documents: int = 120, vocab_size: int = 257) -> None:
+def write_corpus(
+    prefix: Path,
+    seed: int,
+    num_documents: int = 120,
+    vocab_size: int = 257,
+    sidecar: Mapping[str, Any] | None = None,
+) -> None:
     """Documents of random words, each ended by EOS (256)."""
     random = np.random.default_rng(seed)
     writer = IndexedWriter(prefix, vocab_size)
     lengths = random.integers(20, 60, num_documents)
     writer.add([np.append(random.integers(32, 127, length), 256) for length in lengths])
-    writer.finish({"eos_id": 256})
+    writer.finish({"eos_id": 256, **(sidecar or {})})
 
 
 def make_run(

@@ -8,7 +8,14 @@ import pytest
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import load_plan
-from ds_pretrain.run_directory import RunRecord, claim, directory_problems, note_saved, read_record
+from ds_pretrain.run_directory import (
+    RunRecord,
+    claim,
+    directory_problems,
+    is_of_this_run,
+    note_saved,
+    read_record,
+)
 from tests.scenario import make_run
 
 
@@ -88,6 +95,16 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
         f"{tmp_path / 'out'} holds the run 'tiny', and {run_file} is 'other'; give it an `out` of its own"
     )
     assert message == expected
+
+
+def test_only_the_directory_of_the_same_run_is_ours(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    assert not is_of_this_run(load_plan(run_file))
+    start(run_file)
+    assert is_of_this_run(load_plan(run_file))
+    assert not is_of_this_run(load_plan(run_file, ["name=other"]))
+    (tmp_path / "out" / "run.json").write_text("{")
+    assert not is_of_this_run(load_plan(run_file))
 
 
 # An override of the second start, the field that it changes, and whether accept_changes can let it through.

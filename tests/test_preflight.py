@@ -1,0 +1,152 @@
+"""What a start is told before an engine is opened: problems, and the resolved run."""
+
+from pathlib import Path
+
+import pytest
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.plan import Plan, load_plan
+from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.schedules import Wsd
+from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
+
+
+def lines_of(plan: Plan, world_size: int | None = None) -> list[str]:
+    return list(summary(plan, open_inputs(plan), world_size))
+
+
+def problems_of(plan: Plan, world_size: int | None = None) -> list[str]:
+    return find_problems(plan, open_inputs(plan), world_size, "a test")
+
+
+@pytest.mark.parametrize("world_size", [None, 1, 2, 4])
+def test_a_sound_run_has_no_problem_and_nothing_is_written(tmp_path: Path, world_size: int | None) -> None:
+    plan = load_plan(make_run(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    assert problems_of(plan, world_size) == []
+    lines_of(plan, world_size)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_p12_the_first_line_is_the_resolved_schedule(tmp_path: Path) -> None:
+    overrides = [
+        "schedule.length=50_000 steps",
+        "schedule.peak=3e-4",
+        "schedule.warmup=2000 steps",
+        "schedule.decay=10%",
+        "schedule.shape=linear",
+    ]
+    first = lines_of(load_plan(make_run(tmp_path), overrides))[0]
+    assert first == (
+        "rate       start 0: 0, warmup end 2,000: 0.0003, middle 23,500: 0.0003, "
+        "decay start 45,000: 0.0003, last 49,999: 6e-08"
+    )
+
+
+def test_p14_the_stable_stretch_is_derived_and_its_boundaries_are_printed(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, steps=100), ["schedule.warmup=10%", "schedule.decay=20 steps"])
+    assert isinstance(plan.schedule, Wsd)
+    assert (plan.schedule.warmup, plan.schedule.decay_start, plan.last_step) == (10, 80, 100)
+    first = lines_of(plan)[0]
+    assert all(corner in first for corner in ("warmup end 10:", "decay start 80:", "last 99:"))
+
+
+def test_p14_warmup_and_decay_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="do not fit into schedule"):
+        load_plan(make_run(tmp_path, steps=100), ["schedule.warmup=90 steps", "schedule.decay=11 steps"])
+
+
+def test_p14_no_step_past_the_end_of_the_decay_has_a_rate_or_data(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, steps=100))
+    with pytest.raises(ValueError, match="the schedule covers steps 0 to 100"):
+        plan.schedule.rate(101)
+    with pytest.raises(ValueError, match="step 100 lies outside the run's 100 steps"):
+        plan.timeline.at(100)
+
+
+def test_the_summary_says_what_the_run_resolves_to(tmp_path: Path) -> None:
+    text = "\n".join(lines_of(load_plan(make_run(tmp_path)), 2))
+    for fact in (
+        "main: steps 0 to 12, 8 sequences of 16 = 128 tokens a step, 1,536 tokens in all",
+        "2 ranks x 2 sequences x accumulation 2 = 8 sequences",
+        "ZeRO-3, fp32",
+        "llama: ",
+        "QK-norm, z-loss 0.0001",
+        "source     text: ",
+        "source     code: ",
+        "validation held_out: ",
+        "EOS a million tokens",
+    ):
+        assert fact in text
+
+
+def test_p30_the_worlds_that_divide_the_batch_are_printed_while_the_world_is_unknown(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path))
+    assert "batch      micro-batches of 2; world sizes that divide it: 1, 2, 4" in lines_of(plan)
+
+
+def test_p30_a_world_that_does_not_divide_the_batch_is_named_with_where_it_came_from(tmp_path: Path) -> None:
+    (problem,) = problems_of(load_plan(make_run(tmp_path)), 3)
+    assert "world size 3 (from a test) do not multiply out; world sizes that do: 1, 2, 4" in problem
+
+
+def test_the_epochs_of_a_source_follow_from_its_share(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, steps=4096))  # 8 sequences a step: 32,768 draws, 8 whole blocks
+    inputs = open_inputs(plan)
+    share = round(0.7 * 4096) * 8
+    epochs = share / inputs.sources["text"].num_samples(16)
+    (line,) = [line for line in summary(plan, inputs, None) if line.startswith("source     text: ")]
+    assert line.endswith(f"70.0% of the draws, {share * 16:,} tokens, {epochs:.2f} epochs")
+
+
+def test_every_source_that_cannot_be_opened_is_reported_with_its_setting(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    (tmp_path / "code.bin").unlink()
+    (tmp_path / "held_out.idx").unlink()
+    with pytest.raises(InputError) as raised:
+        open_inputs(load_plan(run_file))
+    first, second = raised.value.problems
+    assert first.startswith(f"{run_file}: sources.code: {tmp_path / 'code.bin'}: no such file;")
+    assert second.startswith(
+        f"{run_file}: validation.sources.held_out: {tmp_path / 'held_out.idx'}: no such file;"
+    )
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    plan = load_plan(run_file, ["phases.0.seq_len=256", "batch.tokens=1024"])
+    (problem,) = problems_of(plan)
+    assert problem.startswith(
+        f"{run_file}: phases.main.seq_len = 256 is longer than max_position_embeddings = 128 in {tmp_path}"
+    )
+    assert problem.endswith("raise the one or lower the other")
+
+
+def test_a_source_too_rare_to_be_drawn_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    (problem,) = problems_of(load_plan(run_file, ["phases.0.mixture.code=1e-6"]))
+    assert problem.startswith(f"{run_file}: phases.main: mixture weight of 'code' is 1e-06 of 0.7")
+
+
+def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    for name, digest in (("text", "aa"), ("code", "bb")):
+        write_corpus(tmp_path / name, 0, sidecar={"tokenizer_hash": digest})
+    (problem,) = problems_of(load_plan(run_file))
+    assert problem.startswith("the sources were prepared with 2 different tokenizers: ")
+    assert f"{tmp_path / 'text'} / {tmp_path / 'code'}; prepare them with one" in problem
+
+
+def test_problems_of_all_parts_come_in_one_list(tmp_path: Path) -> None:
+    json_with_partition = deepspeed_json()
+    json_with_partition["zero_optimization"]["zero_hpz_partition_size"] = 2
+    model = {**LLAMA, "num_attention_heads": 3, "vocab_size": 200}
+    problems = problems_of(load_plan(make_run(tmp_path, model=model, deepspeed=json_with_partition)), 3)
+    for piece in (
+        '"num_attention_heads" = 3',
+        "vocab_size",
+        "do not multiply out",
+        "does not divide 3 ranks",
+    ):
+        assert any(piece in problem for problem in problems), piece
+    assert len(problems) == len(set(problems))
