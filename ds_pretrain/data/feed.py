@@ -118,7 +118,8 @@ def read_samples(
 def to_micro_batch(rows: NDArray[np.int64]) -> MicroBatch:
     """[B, T + 1] tokens to inputs and labels of [B, T]. No label is ignored because of its id."""
     tokens = torch.from_numpy(rows)  # [B, T + 1]
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # apart: labels may be ignored
+    # Copies: with one row both slices count as contiguous, and an ignored label would overwrite an input.
+    inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # [B, T] each
     if torch.cuda.is_available():
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return MicroBatch(inputs, labels)

@@ -95,8 +95,14 @@ def test_the_labels_are_the_tokens_that_follow_and_none_is_ignored_because_of_it
     micro = to_micro_batch(np.array([[5, 0, 256, 256, 2], [1, 2, 3, 4, 5]]))
     assert micro.input_ids.tolist() == [[5, 0, 256, 256], [1, 2, 3, 4]]
     assert micro.labels.tolist() == [[0, 256, 256, 2], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_ignored_label_leaves_the_inputs_as_they_are(rows: int) -> None:
+    tokens = np.arange(rows * 5).reshape(rows, 5)
+    micro = to_micro_batch(tokens)
     micro.labels[:] = IGNORED
-    assert micro.input_ids.tolist() == [[5, 0, 256, 256], [1, 2, 3, 4]]  # not a view of the same memory
+    assert micro.input_ids.tolist() == [[5 * row + place for place in range(4)] for row in range(rows)]
 
 
 def test_p02_a_feed_starts_at_the_step_that_it_is_asked_for_however_often_the_run_was_resumed() -> None:

@@ -44,6 +44,7 @@ def test_p43_ranks_have_as_many_batches_when_nothing_divides_the_samples(
         if (labels != IGNORED).all()
     ]
     assert sorted(valid) == sorted(source.samples(np.arange(7), SEQ_LEN).tolist())
+    assert all((micro.input_ids >= 0).all() for micro in everything)
     num_labels = sum(int((micro.labels != IGNORED).sum()) for micro in everything)
     assert num_labels == 7 * SEQ_LEN  # what fills a batch up counts nowhere
 
