@@ -49,6 +49,7 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
     inputs = prepare_inputs(plan, world)
     found = store.find(plan.out / "checkpoints", world, _tell(world))
     _refuse_past_end(found, plan)
+    found = found and store.fitted(found, plan.deepspeed, world, _tell(world))
     known = (found.state.step, found.manifest.wandb_id) if found else (None, None)
     record = _shared(world, lambda: claim(plan, *known))
     announce(plan, inputs, world)
@@ -134,7 +135,7 @@ def _resume(
     if found is None:
         monitor.event("start", step=0, world_size=world.size)
         return RunState()
-    state = store.restore(found, engine, world)
+    state = store.restore(found, engine, plan.run.seed, world, _tell(world))
     if world.is_main:
         say(sys.stdout, f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done")
     monitor.event("resume", step=state.step, world_size=world.size, checkpoint=found.folder.name)

@@ -25,12 +25,15 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         ["config", "timeline", "schedules", "state", "record", "plan", "deepspeed_json", "deepspeed_keys"], 1
     ),
-    **dict.fromkeys(["data", "models", "checkpoint", "monitor", "engine", "run_directory", "stop"], 2),
+    **dict.fromkeys(
+        ["data", "models", "checkpoint", "monitor", "engine", "partitions", "run_directory", "stop"], 2
+    ),
     **dict.fromkeys(["preflight", "opening", "saving", "step", "train", "sample", "launch"], 3),
     **dict.fromkeys(["cli", "__main__"], 4),
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("engine", "partitions"),
     ("train", "preflight"),
     ("step", "saving"),
     *(("train", part) for part in ("opening", "saving", "step")),

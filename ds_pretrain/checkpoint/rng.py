@@ -11,7 +11,16 @@ import torch
 
 def seed_streams(seed: int, rank: int) -> None:
     """Give this rank streams of its own: python, numpy, torch and the device."""
-    value = int.from_bytes(hashlib.sha256(f"rng:{seed}:{rank}".encode()).digest()[:8], "little")
+    _seed_all(f"rng:{seed}:{rank}")
+
+
+def derive_streams(seed: int, step: int, rank: int) -> None:
+    """Give a rank that a checkpoint knows nothing of streams that depend on where the run stands."""
+    _seed_all(f"rng:{seed}:{step}:{rank}")
+
+
+def _seed_all(words: str) -> None:
+    value = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little")
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - the legacy stream is the one that libraries draw from
     torch.manual_seed(value)  # CPU and every device

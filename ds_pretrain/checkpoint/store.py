@@ -5,12 +5,13 @@ manifest, renames the folder and replaces `latest`. Whatever dies in between lea
 A restore takes the newest folder whose manifest verifies on every rank. `latest` is for people and other tools.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
@@ -26,6 +27,8 @@ from ds_pretrain.checkpoint.layout import (
     step_of,
 )
 from ds_pretrain.checkpoint.rng import load_streams, save_streams
+from ds_pretrain.checkpoint.universal import Universal, layout_changes, prepared
+from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import checksum, sync_file, sync_folder, write_atomic
 from ds_pretrain.state import RunState
@@ -43,6 +46,14 @@ class Shards(Protocol):
 
     def load(self, folder: Path, tag: str) -> None: ...
 
+    def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
+        """Load what any number of ranks can; what on this rank is then not bitwise what its files hold."""
+        ...
+
+    def group_members(self) -> list[tuple[str, list[str]]]:
+        """The name of each parameter group and the names of its parameters."""
+        ...
+
 
 @dataclass(frozen=True)
 class Found:
@@ -51,6 +62,7 @@ class Found:
     folder: Path
     manifest: Manifest
     state: RunState
+    universal: Universal | None = None  # what is loaded in its place where its shards do not fit this start
 
 
 def save(
@@ -92,13 +104,13 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
     A folder that does not verify is named with its reason and set aside, not deleted.
 
     Raises:
-        InputError: there are checkpoints, and none verifies; or it needs another number of ranks.
+        InputError: there are checkpoints, and none verifies.
     """
     candidates: list[Path] = from_main(world, published(root))
     for folder in candidates:
         reasons = [r for r in gather_objects(world, _broken_reason(folder, world)) if r is not None]
         if not reasons:
-            return _open(folder, world)
+            return _open(folder)
         _on_main(world, partial(_set_aside, folder, reasons[0], tell))
     if candidates:
         raise InputError(
@@ -127,8 +139,26 @@ def newest_intact(root: Path, step: int | None = None) -> Path:
     raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
 
 
-def restore(found: Found, shards: Shards, world: World) -> RunState:
+def fitted(found: Found, config: Mapping[str, Any], world: World, tell: Tell) -> Found:
+    """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
+
+    Before the model is built. `config` is the DeepSpeed JSON of this start.
+
+    Raises:
+        InputError: something differs that no conversion bridges.
+        RunError: the conversion failed; the checkpoint is unharmed.
+    """
+    saved = json.loads((found.folder / "deepspeed.json").read_text(encoding="utf-8"))
+    changes = layout_changes(saved, found.manifest.world_size, config, world.size)
+    if not changes:
+        return found
+    return replace(found, universal=prepared(found.folder, changes, world, tell))
+
+
+def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -> RunState:
     """Load shards and this rank's random streams. Collective."""
+    if found.universal is not None:
+        return load_universal(found.universal, shards, seed, world, tell)
     shards.load(found.folder.parent, found.folder.name)
     load_streams(found.folder, world.rank)
     return found.state
@@ -203,13 +233,8 @@ def _broken_reason(folder: Path, world: World) -> str | None:
     return None
 
 
-def _open(folder: Path, world: World) -> Found:
+def _open(folder: Path) -> Found:
     manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
-    if manifest.world_size != world.size:
-        raise InputError(
-            f"{folder} was saved on {manifest.world_size} ranks and this start has {world.size}; "
-            f"start it on {manifest.world_size} ranks"
-        )
     return Found(folder, manifest, RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")))
 
 

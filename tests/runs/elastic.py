@@ -1,0 +1,175 @@
+"""Runs the real loop on a rank and keeps what it restored and trained: whole tensors, options, samples."""
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_pretrain import opening, partitions
+from ds_pretrain import train as train_module
+from ds_pretrain.checkpoint import store
+from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.errors import Preempted
+from ds_pretrain.plan import load_plan
+from ds_pretrain.stop import StopSignal
+from ds_pretrain.world import World, gather_objects
+from tests.runs.golden import trace
+
+Whole = dict[str, dict[str, np.ndarray[Any, Any]]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An engine's state, free of how it is cut: the same on every rank, apart from `streams`."""
+
+    tensors: Whole  # parameter -> fp32, exp_avg, exp_avg_sq
+    options: dict[str, dict[str, Any]]  # group -> its options
+    steps: list[int]  # of every state of every rank
+    distinct_steps: bool  # no two states share a tensor
+    module: dict[str, np.ndarray[Any, Any]]  # buffers and frozen parameters
+    streams: str  # digest of this rank's random streams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a start did on one rank."""
+
+    restored: Snapshot | None
+    finished: Snapshot
+    samples: dict[int, Any]
+    told: str
+
+
+def run_elastic(
+    world: World,
+    run_file: str,
+    stop_after: int | None = None,
+    overrides: tuple[str, ...] = (),
+    alter: Callable[[nn.Module], None] | None = None,
+) -> Outcome:
+    """Train; with `stop_after`, stop as a preempted run does after that step, its checkpoint saved.
+
+    `alter` changes the module before the engine is opened: to freeze a parameter, or add a buffer.
+    """
+    engines: list[Any] = []
+    restored: list[Snapshot] = []
+    samples: dict[int, Any] = {}
+    patch = pytest.MonkeyPatch()
+    build, restore, ids, measure = opening.build_model, store.restore, Sampler.ids, train_module.measure
+    open_engine = train_module.open_run_engine
+
+    def built(*args: Any, **options: Any) -> Any:
+        model = build(*args, **options)
+        if alter is not None:
+            alter(model.module)
+        return model
+
+    def opened(*args: Any) -> Any:
+        engines.append(open_engine(*args))
+        return engines[-1]
+
+    def restoring(*args: Any) -> Any:
+        state = restore(*args)
+        restored.append(snapshot(engines[-1]._engine, world))
+        return state
+
+    def sampled(self: Sampler, step: int, ledger: Any) -> Any:
+        result = ids(self, step, ledger)
+        samples[step] = result.listed()
+        return result
+
+    def measured(*args: Any) -> Any:
+        record, asked = measure(*args)
+        return record, with_stop(record.step == stop_after, asked)
+
+    patch.setattr(opening, "build_model", built)
+    patch.setattr(train_module, "open_run_engine", opened)
+    patch.setattr(store, "restore", restoring)
+    patch.setattr(Sampler, "ids", sampled)
+    patch.setattr(train_module, "measure", measured)
+    plan = load_plan(run_file, overrides)
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stderr(said),
+        StopSignal(plan.out, world) as stop,
+        contextlib.suppress(Preempted),
+    ):
+        train_module.train(plan, world, stop)
+    finished = snapshot(engines[-1]._engine, world)
+    return Outcome(restored[0] if restored else None, finished, samples, said.getvalue())
+
+
+def with_stop(ask: bool, asked: Any) -> Any:
+    """What `measure` says was asked for, with a stop added."""
+    return type(asked)(stop=True, save=asked.save) if ask else asked
+
+
+def snapshot(engine: Any, world: World) -> Snapshot:
+    """All of an engine's state, whole. Collective."""
+    mine = [
+        (
+            part.name,
+            part.start,
+            {"fp32": _array(part.master), **{k: _array(m) for k, m in part.moments.items()}},
+        )
+        for part in partitions.parts(engine)
+    ]
+    pieces = sorted(
+        (piece for rank in gather_objects(world, mine) for piece in rank), key=lambda piece: piece[:2]
+    )
+    tensors: Whole = {}
+    for name, start, kinds in pieces:
+        for kind, values in kinds.items():
+            before = tensors.setdefault(name, {}).get(kind, np.empty(0, values.dtype))
+            assert len(before) == start
+            tensors[name][kind] = np.concatenate([before, values])
+    states = [s for s in engine.optimizer.optimizer.state.values() if "step" in s]
+    steps = gather_objects(world, [int(state["step"]) for state in states])
+    addresses = [state["step"].data_ptr() for state in states if torch.is_tensor(state["step"])]
+    options = {str(group["name"]): dict(group) for group in partitions.live_options(engine)}
+    return Snapshot(
+        tensors,
+        options,
+        [step for rank in steps for step in rank],
+        len(set(addresses)) == len(addresses),
+        _rest(engine),
+        hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+    )
+
+
+def losses(run_file: Path) -> dict[int, float]:
+    """The loss of every step."""
+    return {record["step"]: record["loss"] for record in trace(run_file.parent / "out")}
+
+
+def same(a: Whole, b: Whole) -> bool:
+    """True if two snapshots hold the same parameters with the same bits."""
+    return a.keys() == b.keys() and all(
+        a[name].keys() == b[name].keys()
+        and all(a[name][kind].tobytes() == b[name][kind].tobytes() for kind in a[name])
+        for name in a
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().cpu().clone().numpy()
+
+
+def _rest(engine: Any) -> dict[str, np.ndarray[Any, Any]]:
+    import deepspeed
+
+    frozen = {name: p for name, p in engine.module.named_parameters() if not p.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(frozen.values())):
+        found = {name: _array(p.float()) for name, p in frozen.items()}
+    persistent = set(engine._get_buffer_names())
+    return found | {
+        name: _array(b.float()) for name, b in engine.module.named_buffers() if name in persistent
+    }
