@@ -263,6 +263,9 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         optimizer.averaged_gradients = {}
+        if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2: zero_grad leaves what has been accumulated
+            optimizer.all_grad_tensors = {}
+            optimizer.micro_step_id = -1
         self._engine.micro_steps = self._engine.global_steps
 
     def digest(self) -> str:
