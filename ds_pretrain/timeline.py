@@ -155,7 +155,7 @@ def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = No
 def accumulation(sequences: int, micro_sequences: int, world_size: int) -> int | None:
     """Micro-batches per rank and step, or None if the world does not divide the batch into whole ones."""
     count, remainder = divmod(sequences, micro_sequences * world_size)
-    return count if remainder == 0 and count > 0 else None
+    return count if remainder == 0 else None
 
 
 def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
