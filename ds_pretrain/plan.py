@@ -58,7 +58,7 @@ class Plan:
         return _covers(CHANGEABLE, path)
 
     def accepts(self, path: str) -> bool:
-        """True if `accept_changes` names the field, or a section that it lies in; only changeable ones pass."""
+        """True if `accept_changes` names the field or its section; loading admits changeable names only."""
         return _covers(self.run.accept_changes, path)
 
 
