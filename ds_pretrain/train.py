@@ -28,7 +28,7 @@ from ds_pretrain.opening import (
 )
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.rank_files import record_exit, record_rank
-from ds_pretrain.run_directory import claim
+from ds_pretrain.run_directory import claim, is_of_this_run
 from ds_pretrain.saving import Saver
 from ds_pretrain.state import RunState
 from ds_pretrain.step import evaluate, measure, take_step
@@ -51,9 +51,13 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
     _refuse_past_end(found, plan)
     found = found and store.fitted(found, plan.deepspeed, world, _tell(world))
     known = (found.state.step, found.manifest.wandb_id) if found else (None, None)
-    record = _shared(world, lambda: claim(plan, *known))
+    record = _shared(world, lambda: claim(plan, inputs.data, *known))
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
+    if found is not None and found.state.step == plan.last_step:
+        if world.is_main:
+            say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
+        return
     engine = open_run_engine(plan, world)
     saver = Saver(plan, record, engine, world, _tell(world))
     num_attempted = num_applied = 0
@@ -119,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             code = EXIT_FAILED
-        if world.is_main and plan.out.is_dir():
+        if world.is_main and is_of_this_run(plan):
             record_exit(
                 plan.out, code
             )  # while SIGTERM is only noted: the launcher ends us when a peer has ended
