@@ -10,7 +10,6 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, V vocabulary.
 import hashlib
 import logging
 import math
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -99,10 +98,9 @@ def initialize_distributed(world: World) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if world.size > 1:
         deepspeed.init_distributed(backend, verbose=False)
-    else:  # no launcher: a group of one needs no address
-        meeting = Path(tempfile.mkdtemp(prefix="ds_pretrain.")) / "rendezvous"
+    else:  # no launcher: a group of one may take any port
         deepspeed.init_distributed(
-            backend, verbose=False, init_method=f"file://{meeting}", rank=0, world_size=1
+            backend, verbose=False, init_method="tcp://127.0.0.1:0", rank=0, world_size=1
         )
 
 

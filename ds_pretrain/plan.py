@@ -19,7 +19,14 @@ from ds_pretrain.timeline import Duration, Timeline, accumulation, single_phase,
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
 # What a start may change on purpose, when `accept_changes` names it.
-CHANGEABLE = ("schedule", "model.z_loss", "model.recompute", "model.attention", "model.decay_embeddings")
+CHANGEABLE = (
+    "schedule",
+    "sources",
+    "model.z_loss",
+    "model.recompute",
+    "model.attention",
+    "model.decay_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,16 @@ class Plan:
     def last_step(self) -> int:
         return self.timeline.last_step
 
-    def identity(self) -> dict[str, Any]:
-        """What must not differ between two starts of one run, as plain types."""
+    def identity(self, data: Mapping[str, str]) -> dict[str, Any]:
+        """What must not differ between two starts of one run, as plain types.
+
+        `data` describes the content of each source: a corpus may move, and may not change.
+        """
         fields = self.run.model_dump(mode="json")
         identity = {key: fields[key] for key in _IDENTITY}
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
+        identity["sources"] = dict(data)
         identity["model"]["config"] = json.loads(self.model_text)  # the content, wherever the file lies
         return identity
 

@@ -6,6 +6,7 @@ No torch here: `ds-pretrain check` runs this in seconds on a login node, and eac
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_pretrain.config import SourceSection
 from ds_pretrain.data.indexed import TokenSource, open_source
@@ -26,6 +27,14 @@ class Inputs:
 
     sources: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
+
+    @cached_property
+    def data(self) -> dict[str, str]:
+        """What each training source holds, in words and a hash: another text means other data. Reads the index."""
+        return {
+            name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
+            for name, source in self.sources.items()
+        }
 
 
 def open_inputs(plan: Plan) -> Inputs:
@@ -49,7 +58,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     for source in _each(inputs):
         problems += check_source(source, phase.seq_len, vocab_size) if vocab_size else []
     problems += _tokenizer_problems(inputs)
-    problems += directory_problems(plan)
+    problems += directory_problems(plan, inputs.data)
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
         problems += check_deepspeed(

@@ -44,8 +44,11 @@ def read_record(out: Path) -> RunRecord | None:
         ) from error
 
 
-def directory_problems(plan: Plan) -> list[str]:
-    """Why this plan cannot go on in its run directory; empty if it can, or if the directory is new."""
+def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
+    """Why this plan cannot go on in its run directory; empty if it can, or if the directory is new.
+
+    `data` describes the content of each source.
+    """
     try:
         record = read_record(plan.out)
     except InputError as error:
@@ -67,7 +70,7 @@ def directory_problems(plan: Plan) -> list[str]:
             if plan.may_change(path)
             else "set it back, or start another run with a new `name` and `out`"
         )
-        for path, (old, new) in changed_fields(record.identity, plan.identity()).items()
+        for path, (old, new) in changed_fields(record.identity, plan.identity(data)).items()
         if not plan.accepts(path)
     ]
 
@@ -81,7 +84,9 @@ def is_of_this_run(plan: Plan) -> bool:
     return record is not None and record.name == plan.run.name
 
 
-def claim(plan: Plan, found_step: int | None, found_wandb_id: str | None = None) -> RunRecord:
+def claim(
+    plan: Plan, data: Mapping[str, str], found_step: int | None, found_wandb_id: str | None = None
+) -> RunRecord:
     """Count one more start of the run in its directory, which is created if need be. On rank 0 only.
 
     `found_step` and `found_wandb_id` are those of the checkpoint to go on from, None if there is none.
@@ -89,7 +94,7 @@ def claim(plan: Plan, found_step: int | None, found_wandb_id: str | None = None)
     Raises:
         InputError: the directory cannot be written, holds another run, or has lost its checkpoints.
     """
-    problems = directory_problems(plan)
+    problems = directory_problems(plan, data)
     if problems:
         raise InputError(problems)
     before = read_record(plan.out)
@@ -99,7 +104,7 @@ def claim(plan: Plan, found_step: int | None, found_wandb_id: str | None = None)
             "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
         )
     ensure_writable_folder(plan.out, f"{plan.run_path}: out")
-    identity = json.loads(json.dumps(plan.identity()))
+    identity = json.loads(json.dumps(plan.identity(data)))
     wandb_id = found_wandb_id or uuid.uuid4().hex[:12]
     record = before or RunRecord(plan.run.name, identity, 0, wandb_id, None)
     attempt = record.attempt + 1

@@ -72,7 +72,9 @@ def run_ranks(
         for rank in range(num_ranks):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank_main, args=(function, args, rank, num_ranks, folder, backend, sender), daemon=True
+                target=_rank_main,
+                args=(function, args, rank, num_ranks, folder, backend, sender),
+                daemon=True,
             )
             process.start()
             sender.close()

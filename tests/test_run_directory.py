@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import load_plan
+from ds_pretrain.preflight import open_inputs
 from ds_pretrain.run_directory import (
     RunRecord,
     claim,
@@ -16,11 +18,11 @@ from ds_pretrain.run_directory import (
     note_saved,
     read_record,
 )
-from tests.scenario import make_run
+from tests.scenario import make_run, write_corpus
 
 
 def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
-    return claim(load_plan(run_file, overrides), found_step)
+    return claim(load_plan(run_file, overrides), {}, found_step)
 
 
 def refusal(run_file: Path, *overrides: str, found_step: int | None = None) -> str:
@@ -31,7 +33,7 @@ def refusal(run_file: Path, *overrides: str, found_step: int | None = None) -> s
 
 def test_the_first_start_creates_the_directory_and_each_start_is_counted(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    assert directory_problems(load_plan(run_file)) == []
+    assert directory_problems(load_plan(run_file), {}) == []
     assert not (tmp_path / "out").exists()
     first = start(run_file)
     assert (first.name, first.attempt, first.saved_step, first.changes) == ("tiny", 1, None, ())
@@ -74,7 +76,7 @@ def test_a_record_that_cannot_be_read_stops_the_start(tmp_path: Path, text: str)
     assert "put an intact copy back" in message
     assert "or give the run file a new `out`" in message
     assert record.read_text() == text
-    assert len(directory_problems(load_plan(run_file))) == 1
+    assert len(directory_problems(load_plan(run_file), {})) == 1
 
 
 def test_a_torn_record_stops_the_start(tmp_path: Path) -> None:
@@ -114,7 +116,6 @@ CHANGES = [
     ("batch.tokens=256", "batch.tokens", False),
     ("phases.0.seq_len=8", "phases", False),
     ("phases.0.mixture.code=0.4", "phases", False),
-    ("sources.code=elsewhere", "sources.code.path", False),
     ("schedule.peak=0.5", "schedule.peak", True),
     ("schedule.floor=0.5", "schedule.floor", True),
     ("schedule.warmup=1 steps", "schedule.warmup", True),
@@ -161,7 +162,9 @@ def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: P
 def test_all_changes_are_reported_at_once(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
-    problems = directory_problems(load_plan(run_file, ["seed=8", "schedule.peak=0.5", "model.qk_norm=false"]))
+    problems = directory_problems(
+        load_plan(run_file, ["seed=8", "schedule.peak=0.5", "model.qk_norm=false"]), {}
+    )
     assert len(problems) == 3
 
 
@@ -195,3 +198,29 @@ def test_an_out_that_turns_out_unwritable_is_refused(tmp_path: Path) -> None:
     message = refusal(make_run(tmp_path), "out=/proc/ds_pretrain_out")
     assert "out = /proc/ds_pretrain_out: cannot write there (" in message
     assert "choose a folder that every rank can write" in message
+
+
+def test_p05_data_that_changed_is_refused_and_a_corpus_that_moved_is_not(tmp_path: Path) -> None:
+    """A source is its content: other tokens need a word, the same tokens elsewhere do not."""
+    run_file = make_run(tmp_path)
+    plan = load_plan(run_file)
+    data = open_inputs(plan).data
+    claim(plan, data, None)
+
+    for ending in ("bin", "idx", "json"):
+        shutil.copy(tmp_path / f"code.{ending}", tmp_path / f"moved.{ending}")
+    moved = load_plan(run_file, [f"sources.code={tmp_path}/moved"])
+    assert directory_problems(moved, open_inputs(moved).data) == []
+
+    write_corpus(tmp_path / "code", seed=99)
+    changed = open_inputs(plan).data
+    [problem] = directory_problems(plan, changed)
+    assert "`sources.code` is" in problem
+    assert changed["code"] in problem
+    assert data["code"] in problem
+    assert 'accept_changes = ["sources.code"]' in problem
+    accepting = load_plan(run_file, ['accept_changes=["sources.code"]'])
+    record = claim(accepting, changed, None)
+    assert record.changes == (
+        {"attempt": 2, "field": "sources.code", "old": data["code"], "new": changed["code"]},
+    )
