@@ -5,8 +5,9 @@
 The row (https://github.com/karpathy/nanoGPT, "I only have a macbook"): tiny Shakespeare by characters, the
 last tenth held out, 4 layers, 4 heads, width 128, context 64, 2,000 steps of 12 sequences, no dropout:
 validation loss 1.88. DATA is that text. It is split, prepared with a vocabulary of its own characters, and
-trained by examples/nanogpt_gpt2.toml and examples/nanogpt_llama.toml, which hold that recipe. Losses are means
-over all of the held-out text, in nats a character. Bars: GPT-2 at most 1.88; Llama, of the same size, below it.
+trained by examples/nanogpt_gpt2.toml and examples/nanogpt_llama.toml, which hold that recipe. Losses are
+means over all of the held-out text, in nats a character. Bars: GPT-2 at most 1.88; Llama, of the same size,
+below it.
 """
 
 import argparse
