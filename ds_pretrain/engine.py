@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     import deepspeed
 
 ParameterGroups = Sequence[Mapping[str, Any]]
+Capture = Callable[[Any, Path], None]  # takes what a file would hold, and its path
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Engine(Protocol):
         """The learning rates in the live parameter groups."""
         ...
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write this rank's shards to `folder/tag`."""
+    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
+        """Write this rank's shards to `folder/tag`, or hand each of its files to `capture` instead."""
         ...
 
     def load(self, folder: Path, tag: str) -> None:
@@ -182,7 +183,7 @@ class ZeroEngine:
         """As the optimizer sees them now."""
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
-    def save(self, folder: Path, tag: str) -> None:
+    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
         """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill.
 
         A rank that cannot write raises behind DeepSpeed's last barrier: nobody waits for it forever.
@@ -192,7 +193,10 @@ class ZeroEngine:
 
         def try_to_write(state_dict: Any, path: str) -> None:
             try:
-                write(state_dict, path)
+                if capture is None:
+                    write(state_dict, path)
+                else:
+                    capture(state_dict, Path(path))
             except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
                 failures.append(error)
 
@@ -217,10 +221,12 @@ class ZeroEngine:
         """
         engine, before = self._engine, partitions.live_options(self._engine)
         engine._config.load_universal_checkpoint = True
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns that there is no tensor parallelism
         try:
             path, _ = engine.load_checkpoint(str(folder), tag=tag)
         finally:
             engine._config.load_universal_checkpoint = False
+            quiet_deepspeed()
         self._clear_window(path, folder / tag)
         state = torch.load(
             folder / tag / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False

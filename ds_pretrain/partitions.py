@@ -1,4 +1,4 @@
-"""This rank's part of every parameter, wherever DeepSpeed keeps it; repair of what a universal load gets wrong.
+"""This rank's part of every parameter, and the repair of what a universal load of DeepSpeed gets wrong.
 
 A part is a contiguous piece of the flattened parameter: its fp32 master and its moments, as views of the live
 tensors. ZeRO-3 splits every parameter over all ranks; ZeRO-1 and 2 split a group's parameters, end to end.
@@ -29,6 +29,7 @@ class Part:
     group: int  # its parameter group
     start: int
     master: Tensor  # [n] fp32
+    weight: Tensor  # [n] what the model computes with
     moments: Mapping[str, Tensor]  # each [n]
 
 
@@ -107,6 +108,8 @@ def differences(engine: Any, folder: Path, step: int) -> list[str]:
             theirs = whole[part.start : part.start + mine.numel()]
             if not same_bits(mine.detach().cpu(), theirs):
                 found.append(f"{part.name}: {key} was loaded with other values than were saved")
+        if not same_bits(part.weight.cpu(), part.master.detach().cpu().to(part.weight.dtype)):
+            found.append(f"{part.name}: the model computes with other values than its master's")
         if not part.moments:
             found.append(f"{part.name}: no moments were loaded")
     counts = {int(s["step"]) for s in engine.optimizer.optimizer.state.values() if "step" in s}
@@ -139,6 +142,7 @@ def _parts_of_stage_3(engine: Any) -> Iterator[Part]:
                 optimizer.sub_group_to_group_id[index],
                 start,
                 flat.narrow(0, offset, length),
+                parameter.ds_tensor.detach().reshape(-1).narrow(0, 0, length),
                 {key: moment.narrow(0, offset, length) for key, moment in moments.items()},
             )
             offset += share
@@ -159,6 +163,7 @@ def _parts_of_stages_1_and_2(engine: Any) -> Iterator[Part]:
                 index,
                 place.start,
                 flat.narrow(0, here.start, here.numel),
+                parameter.detach().reshape(-1).narrow(0, place.start, place.numel),
                 {key: moment.narrow(0, here.start, here.numel) for key, moment in moments.items()},
             )
 

@@ -1,8 +1,8 @@
 """One checkpoint to DeepSpeed's universal format: a folder beside it that any number of ranks can load.
 
 DeepSpeed's own tool merges the shards; then each tensor is compared, bit for bit, with the shards that it
-came from, what the tool wrote for one ZeRO stage is made loadable by all, and what the tool leaves out is added:
-buffers, frozen parameters, and everything of ours. Runs in one process, without a process group.
+came from, what the tool wrote for one ZeRO stage is made loadable by all, and what the tool leaves out is
+added: buffers, frozen parameters, and everything of ours. Runs in one process, without a process group.
 
     step_000000009.universal/
        zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt   one parameter each, whole

@@ -3,8 +3,9 @@
 import contextlib
 import hashlib
 import io
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds_pretrain.checkpoint import store
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
 from ds_pretrain.plan import load_plan
+from ds_pretrain.saving import Saver
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects
 from tests.runs.golden import trace
@@ -30,7 +32,7 @@ Whole = dict[str, dict[str, np.ndarray[Any, Any]]]
 class Snapshot:
     """An engine's state, free of how it is cut: the same on every rank, apart from `streams`."""
 
-    tensors: Whole  # parameter -> fp32, exp_avg, exp_avg_sq
+    tensors: Whole  # parameter -> fp32, weight (as fp32), exp_avg, exp_avg_sq
     options: dict[str, dict[str, Any]]  # group -> its options
     steps: list[int]  # of every state of every rank
     distinct_steps: bool  # no two states share a tensor
@@ -43,6 +45,7 @@ class Outcome:
     """What a start did on one rank."""
 
     restored: Snapshot | None
+    saved: dict[int, Snapshot]  # at every save, by step
     finished: Snapshot
     samples: dict[int, Any]
     told: str
@@ -54,17 +57,20 @@ def run_elastic(
     stop_after: int | None = None,
     overrides: tuple[str, ...] = (),
     alter: Callable[[nn.Module], None] | None = None,
+    rate: float | None = None,
 ) -> Outcome:
     """Train; with `stop_after`, stop as a preempted run does after that step, its checkpoint saved.
 
-    `alter` changes the module before the engine is opened: to freeze a parameter, or add a buffer.
+    `alter` changes the module before the engine is opened: to freeze a parameter, or add a buffer. `rate` is the
+    learning rate of every step in place of the schedule's.
     """
     engines: list[Any] = []
     restored: list[Snapshot] = []
+    saved: dict[int, Snapshot] = {}
     samples: dict[int, Any] = {}
     patch = pytest.MonkeyPatch()
     build, restore, ids, measure = opening.build_model, store.restore, Sampler.ids, train_module.measure
-    open_engine = train_module.open_run_engine
+    open_engine, save, take_step = train_module.open_run_engine, Saver.save, train_module.take_step
 
     def built(*args: Any, **options: Any) -> Any:
         model = build(*args, **options)
@@ -81,6 +87,13 @@ def run_elastic(
         restored.append(snapshot(engines[-1]._engine, world))
         return state
 
+    def saving(self: Saver, state: Any, monitor: Any) -> None:
+        saved[state.step] = snapshot(engines[-1]._engine, world)
+        save(self, state, monitor)
+
+    def stepped(engine: Any, batch: Any, scheduled: float, *args: Any) -> Any:
+        return take_step(engine, batch, scheduled if rate is None else rate, *args)
+
     def sampled(self: Sampler, step: int, ledger: Any) -> Any:
         result = ids(self, step, ledger)
         samples[step] = result.listed()
@@ -90,6 +103,8 @@ def run_elastic(
         record, asked = measure(*args)
         return record, with_stop(record.step == stop_after, asked)
 
+    patch.setattr(Saver, "save", saving)
+    patch.setattr(train_module, "take_step", stepped)
     patch.setattr(opening, "build_model", built)
     patch.setattr(train_module, "open_run_engine", opened)
     patch.setattr(store, "restore", restoring)
@@ -103,8 +118,29 @@ def run_elastic(
         contextlib.suppress(Preempted),
     ):
         train_module.train(plan, world, stop)
+    patch.undo()
     finished = snapshot(engines[-1]._engine, world)
-    return Outcome(restored[0] if restored else None, finished, samples, said.getvalue())
+    return Outcome(restored[0] if restored else None, saved, finished, samples, said.getvalue())
+
+
+def run_each(world: World, run_files: list[str]) -> list[Outcome]:
+    """Run one run after another on the same ranks: the start of processes is what takes long."""
+    return [run_elastic(world, run_file) for run_file in run_files]
+
+
+def restore_and_save(world: World, run_file: str) -> Snapshot:
+    """Restore a run and save it again at once, as if it had been stopped before its first step."""
+    plan = load_plan(run_file)
+    root = plan.out / "checkpoints"
+    found = store.find(root, world, print)
+    assert found is not None
+    found = store.fitted(found, plan.deepspeed, world, print)
+    engine = opening.open_run_engine(plan, world)
+    state = store.restore(found, engine, plan.run.seed, world, print)
+    texts = {"deepspeed.json": plan.deepspeed_text}
+    manifest = replace(found.manifest, world_size=world.size, files={})
+    store.save(root, state, manifest, texts, engine, world)
+    return snapshot(engine._engine, world)
 
 
 def with_stop(ask: bool, asked: Any) -> Any:
@@ -118,9 +154,14 @@ def snapshot(engine: Any, world: World) -> Snapshot:
         (
             part.name,
             part.start,
-            {"fp32": _array(part.master), **{k: _array(m) for k, m in part.moments.items()}},
+            {
+                "fp32": _array(part.master),
+                "weight": _array(part.weight.float()),
+                **{kind: _array(moment) for kind, moment in part.moments.items()},
+            },
         )
         for part in partitions.parts(engine)
+        if part.master.numel()  # not padding alone
     ]
     pieces = sorted(
         (piece for rank in gather_objects(world, mine) for piece in rank), key=lambda piece: piece[:2]
@@ -141,8 +182,13 @@ def snapshot(engine: Any, world: World) -> Snapshot:
         [step for rank in steps for step in rank],
         len(set(addresses)) == len(addresses),
         _rest(engine),
-        hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        streams_digest(),
     )
+
+
+def streams_digest() -> str:
+    """A hash of this process's random streams."""
+    return hashlib.sha256(repr((torch.get_rng_state().tolist(), random.getstate())).encode()).hexdigest()
 
 
 def losses(run_file: Path) -> dict[int, float]:
