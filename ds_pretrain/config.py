@@ -146,10 +146,12 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save, and how many to keep. The last step is always saved."""
+    """When to save, and what to keep. The first and the last step are always saved."""
 
     every: Annotated[tuple[Trigger, ...], BeforeValidator(_one_or_more)] = (parse_duration("1000 steps"),)
     keep: Count = 3
+    keep_every: Length | None = None  # these stay for good
+    failures: Count = 3  # saves that may fail in a row before the run stops
 
 
 class MonitorSection(Section):

@@ -68,6 +68,10 @@ class Engine(Protocol):
         """The learning rates in the live parameter groups."""
         ...
 
+    def snapshot_bytes(self) -> int:
+        """Host memory that a copy of this rank's shards takes, about."""
+        ...
+
     def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
         """Write this rank's shards to `folder/tag`, or hand each of its files to `capture` instead."""
         ...
@@ -182,6 +186,14 @@ class ZeroEngine:
     def rates(self) -> list[float]:
         """As the optimizer sees them now."""
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
+
+    def snapshot_bytes(self) -> int:
+        """Masters and two moments in fp32, and this rank's part of the weights."""
+        masters = sum(master.numel() for master in partitions.masters(self._engine.optimizer))
+        weights = sum(
+            (p.ds_tensor if hasattr(p, "ds_tensor") else p).nbytes for p in self._engine.module.parameters()
+        )
+        return int(3 * 4 * masters + weights)
 
     def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
         """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill.

@@ -9,6 +9,7 @@ code  meaning
 1     unexpected failure (a crash); restarting is reasonable
 2     bad input; restarting cannot help until a person changes what the message names
 4     the run had steps left and made none
+5     checkpoints cannot be saved: several saves in a row have failed
 75    preempted: a complete checkpoint is saved, start the same command again
 ====  ==================================================================================
 """
@@ -19,6 +20,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_NO_PROGRESS = 4
+EXIT_CANNOT_SAVE = 5
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
@@ -47,6 +49,12 @@ class NoProgress(RunError):
     """The run has steps left and made none."""
 
     exit_code = EXIT_NO_PROGRESS
+
+
+class CannotSave(RunError):
+    """Several saves in a row have failed; training on would only add to what can be lost."""
+
+    exit_code = EXIT_CANNOT_SAVE
 
 
 class Preempted(RunError):

@@ -51,6 +51,12 @@ class Plan:
     def last_step(self) -> int:
         return self.timeline.last_step
 
+    @property
+    def keep_every_steps(self) -> int | None:
+        """Checkpoints of every so many steps stay for good."""
+        every = self.run.checkpoint.keep_every
+        return None if every is None else _steps(every, self.timeline)
+
     def identity(self, data: Mapping[str, str]) -> dict[str, Any]:
         """What must not differ between two starts of one run, as plain types.
 

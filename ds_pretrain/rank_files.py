@@ -30,6 +30,11 @@ def stop_file(out: Path) -> Path:
     return out / "stop"
 
 
+def save_file(out: Path) -> Path:
+    """The file whose appearance asks the run in `out` for a checkpoint now; it is removed when that is taken."""
+    return out / "save-now"
+
+
 def ranks_folder(out: Path) -> Path:
     """Where the ranks of the run in `out` write down who they are."""
     return out / "ranks"

@@ -1,56 +1,118 @@
-"""When a run saves, and what goes into its checkpoints."""
+"""When a run saves, what goes into its checkpoints, and what a failed save means."""
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from time import perf_counter
 
-from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.layout import Manifest
+from ds_pretrain.checkpoint.retention import prune
+from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count
 from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
+from ds_pretrain.errors import CannotSave
+from ds_pretrain.files import available_memory_bytes
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.run_directory import RunRecord, note_saved
 from ds_pretrain.state import RunState
-from ds_pretrain.world import World
+from ds_pretrain.world import World, gather_objects
 
 
 class Saver:
-    """Saves checkpoints of one run when they are due."""
+    """Saves checkpoints of one run when they are due, one at a time, while training goes on."""
 
     def __init__(
-        self, plan: Plan, record: RunRecord, engine: Engine, world: World, tell: Callable[[object], None]
+        self,
+        plan: Plan,
+        record: RunRecord,
+        engine: Engine,
+        monitor: Monitor,
+        world: World,
+        tell: Callable[[object], None],
     ) -> None:
-        self._plan, self._record, self._engine, self._world, self._tell = plan, record, engine, world, tell
+        self._plan, self._record, self._engine, self._world = plan, record, engine, world
+        self._monitor, self._tell = monitor, tell
         self._clock = WallClock(plan.run.checkpoint.every)
         self._root = plan.out / "checkpoints"
+        self._num_failed = 0  # in a row
+        self._behind, expected_bytes = fits_in_memory(engine, world, tell)
+        self._saves = Saves(self._root, world, self._published, expected_bytes)
+
+    @property
+    def stage(self) -> int:
+        """How far this rank's part of the save under way is; for the row of a step."""
+        return self._saves.stage
 
     def is_due(self, state: RunState) -> bool:
-        """By steps and tokens, and after the last step: the same on every rank."""
+        """By steps and tokens, and after the first and the last step: the same on every rank."""
         triggers = self._plan.run.checkpoint.every
-        return state.step == self._plan.last_step or due_by_count(triggers, state.step, self._plan.timeline)
+        return state.step in (1, self._plan.last_step) or due_by_count(
+            triggers, state.step, self._plan.timeline
+        )
 
     def is_due_by_clock(self) -> bool:
         """On rank 0 alone; shared by `measure`."""
         return self._world.is_main and self._clock.is_due()
 
-    def save(self, state: RunState, monitor: Monitor) -> None:
-        """Save, publish, prune. Collective."""
-        started = perf_counter()
+    def save(self, state: RunState) -> None:
+        """Snapshot, and write behind; a save under way is waited for first. Collective.
+
+        Raises:
+            CannotSave: too many saves in a row have failed.
+        """
+        self.finish()
         texts = {
             "run.toml": self._plan.run_text,
             "deepspeed.json": self._plan.deepspeed_text,
             "model.json": self._plan.model_text,
         }
-        saved = store.save(self._root, state, self._manifest(state), texts, self._engine, self._world)
-        if self._world.is_main:
-            note_saved(self._plan.out, state.step)
-        store.prune(self._root, self._plan.run.checkpoint.keep, self._world, self._tell)
+        manifest = self._manifest(state)
+        self._note(self._saves.begin(state, manifest, texts, self._engine, behind=self._behind))
         self._clock.restart()
-        seconds = perf_counter() - started
-        monitor.event("checkpoint", step=state.step, bytes=saved.total_bytes, seconds=seconds)
+
+    def advance(self, stages: Sequence[int]) -> None:
+        """Take the save under way as far as every rank's stage allows. Collective."""
+        self._note(self._saves.advance(stages))
+
+    def finish(self) -> None:
+        """Wait for the save under way. Collective."""
+        self._note(self._saves.finish())
+
+    def _note(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.problem is None:
+            self._num_failed = 0
+            self._monitor.event(
+                "checkpoint",
+                step=outcome.step,
+                bytes=outcome.bytes,
+                stall_seconds=outcome.stall_seconds,
+                total_seconds=outcome.total_seconds,
+            )
+            return
+        self._num_failed += 1
+        limit = self._plan.run.checkpoint.failures
+        told = (
+            f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; the one before it is intact "
+            f"({self._num_failed} of {limit} failures in a row that stop the run)"
+        )
+        self._tell(told)
+        self._monitor.event(
+            "save_failed", step=outcome.step, problem=outcome.problem, in_a_row=self._num_failed
+        )
+        if self._num_failed >= limit:
+            raise CannotSave(
+                f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
+            )
+
+    def _published(self, step: int) -> None:
+        """On rank 0's thread, after a checkpoint is complete."""
+        section = self._plan.run.checkpoint
+        note_saved(self._plan.out, step)
+        prune(self._root, keep=section.keep, keep_every_steps=self._plan.keep_every_steps, tell=self._tell)
 
     def _manifest(self, state: RunState) -> Manifest:
         timeline = self._plan.timeline
@@ -67,3 +129,19 @@ class Saver:
             overrides=self._plan.overrides,
             files={},
         )
+
+
+def fits_in_memory(engine: Engine, world: World, tell: Callable[[object], None]) -> tuple[bool, int]:
+    """Whether every host can hold the copies that its ranks write behind, and the bytes of all. Collective."""
+    asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
+    total = sum(size for _, size, _ in asked)
+    for host in dict.fromkeys(host for host, _, _ in asked):
+        needed = sum(size for name, size, _ in asked if name == host)
+        free = min(free for name, _, free in asked if name == host)
+        if needed > 0.9 * free:
+            tell(
+                f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need {needed:,}: "
+                "training stands still while checkpoints are written"
+            )
+            return False, total
+    return True, total

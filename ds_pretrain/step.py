@@ -26,6 +26,7 @@ class Asked:
 
     stop: bool
     save: bool
+    stages: tuple[int, ...]  # of each rank's part of the save under way
 
 
 def take_step(
@@ -61,7 +62,8 @@ def measure(
     nll, z = losses.tolist()
     num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
     row = [nll, z, num_valid, batch.checksum, batch.wait_seconds, perf_counter() - started]
-    rows = gather_rows(world, [*row, stop.is_asked(), saver.is_due_by_clock()])  # [W, 8]
+    asked = [stop.is_asked(), stop.is_save_asked() or saver.is_due_by_clock(), saver.stage]
+    rows = gather_rows(world, [*row, *asked])  # [W, 9]
     sums, most = rows.sum(axis=0), rows.max(axis=0)
     step = state.step + 1
     record = StepRecord(
@@ -82,7 +84,8 @@ def measure(
         step_seconds=float(most[5]),
         data_wait_seconds=float(most[4]),
     )
-    return record, Asked(stop=bool(most[6]), save=bool(most[7]))
+    stages = tuple(int(stage) for stage in rows[:, 8])
+    return record, Asked(stop=bool(most[6]), save=bool(most[7]), stages=stages)
 
 
 def evaluate(engine: Engine, plan: Plan, sets: Sequence[ValidationSet], world: World) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The request to stop: a signal, or a file in the run folder. Asking is local; all ranks agree to act."""
+"""Requests to stop or to save: signals, or files in the run folder. Asking is local; all ranks agree to act."""
 
 import signal
 from collections.abc import Sequence
@@ -6,19 +6,22 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ds_pretrain.rank_files import stop_file
+from ds_pretrain.rank_files import save_file, stop_file
 from ds_pretrain.world import World
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT while it is open. The handler does no more: a save is never interrupted."""
+    """Notes SIGTERM and SIGINT (stop) and SIGUSR1 (save) while it is open.
+
+    The handler does no more: a save is never interrupted.
+    """
 
     def __init__(self, out: Path, world: World) -> None:
-        self._file = stop_file(out)
+        self._file, self._save_file = stop_file(out), save_file(out)
         self._looks = world.is_main  # one rank looks at the file system
-        self._signalled = False
+        self._signalled = self._save_signalled = False
         self._has_looked = False  # only then is the folder known to be this run's
         self._before: Sequence[Any] = ()
 
@@ -39,5 +42,16 @@ class StopSignal:
         self._has_looked = self._looks
         return self._signalled or (self._looks and self._file.exists())
 
+    def is_save_asked(self) -> bool:
+        """True once for each request to save: SIGUSR1 on this rank, or the file `save-now`, which is removed."""
+        asked, self._save_signalled = self._save_signalled, False
+        if self._looks and self._save_file.exists():
+            self._save_file.unlink(missing_ok=True)
+            asked = True
+        return asked
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        if number == signal.SIGUSR1:
+            self._save_signalled = True
+        else:
+            self._signalled = True

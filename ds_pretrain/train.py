@@ -59,11 +59,11 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
             say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
         return
     engine = open_run_engine(plan, world)
-    saver = Saver(plan, record, engine, world, _tell(world))
     num_attempted = num_applied = 0
     with open_monitor(plan, record, world) as monitor, open_feed(plan, inputs, world) as feed:
         state = _resume(found, engine, plan, monitor, world)
         validation = validation_sets(plan, inputs)
+        saver = Saver(plan, record, engine, monitor, world, _tell(world))
         while state.step < plan.last_step:
             started = perf_counter()
             batch = feed.at(state)
@@ -76,13 +76,16 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
+            saver.advance(asked.stages)
             if asked.save or asked.stop or saver.is_due(state):
-                saver.save(state, monitor)
+                saver.save(state)
             if asked.stop:
+                saver.finish()
                 monitor.event("stop", step=state.step)
                 raise Preempted(
                     f"stopped after step {state.step:,}, saved; the same command goes on from there"
                 )
+        saver.finish()
     if num_attempted and not num_applied:
         raise NoProgress(
             f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); nothing was "

@@ -1,6 +1,7 @@
 """Each rank's random streams, saved and restored as plain types that load under `weights_only=True`."""
 
 import hashlib
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,13 @@ def rng_file(rank: int) -> str:
     return f"rng/rank_{rank:05d}.pt"
 
 
-def save_streams(folder: Path, rank: int) -> None:
-    """Write this rank's streams into a checkpoint folder."""
-    path = folder / rng_file(rank)
-    path.parent.mkdir(exist_ok=True)
-    torch.save(capture_streams(), path)
+def rng_bytes() -> bytes:
+    """What a checkpoint holds of this rank's streams."""
+    content = io.BytesIO()
+    torch.save(capture_streams(), content)
+    return content.getvalue()
 
 
 def load_streams(folder: Path, rank: int) -> None:
-    """Restore this rank's streams from a checkpoint folder; a missing or foreign file is an error, never skipped."""
+    """Restore this rank's streams from a checkpoint; a missing or foreign file is an error, never skipped."""
     restore_streams(torch.load(folder / rng_file(rank), weights_only=True, map_location="cpu"))

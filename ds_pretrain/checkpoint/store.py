@@ -1,12 +1,9 @@
-"""Saves, verifies, publishes, restores and prunes checkpoints.
+"""Finds and restores checkpoints: the newest folder whose manifest verifies on every rank.
 
-A save goes to a folder with another name; each rank syncs and sums the files it wrote; then rank 0 writes the
-manifest, renames the folder and replaces `latest`. Whatever dies in between leaves the checkpoint before intact.
-A restore takes the newest folder whose manifest verifies on every rank. `latest` is for people and other tools.
+`latest` is for people and other tools; a restore does not read it.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,21 +13,18 @@ from typing import Any, Protocol
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
     MANIFEST,
-    PARTIAL,
     RUN_STATE,
-    FileEntry,
     Manifest,
     owner,
     parse_manifest,
     published,
-    step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.rng import load_streams, save_streams
+from ds_pretrain.checkpoint.rng import load_streams
 from ds_pretrain.checkpoint.universal import Universal, layout_changes, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.errors import InputError, RunError
-from ds_pretrain.files import checksum, sync_file, sync_folder, write_atomic
+from ds_pretrain.files import checksum
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, from_main, gather_objects
 
@@ -38,11 +32,7 @@ Tell = Callable[[str], None]
 
 
 class Shards(Protocol):
-    """What a checkpoint needs of an engine. Collective."""
-
-    def save(self, folder: Path, tag: str) -> None:
-        """Raises OSError or RuntimeError on a rank that could not write, once every rank is done."""
-        ...
+    """What a restore needs of an engine. Collective."""
 
     def load(self, folder: Path, tag: str) -> None: ...
 
@@ -63,39 +53,6 @@ class Found:
     manifest: Manifest
     state: RunState
     universal: Universal | None = None  # what is loaded in its place where its shards do not fit this start
-
-
-def save(
-    root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], shards: Shards, world: World
-) -> Manifest:
-    """Write and publish a checkpoint of `state`; the manifest with its files. Collective.
-
-    Raises:
-        RunError: a rank could not write; nothing was published, and what was there before is intact.
-    """
-    name = step_name(state.step)
-    unfinished = root / f"{name}{PARTIAL}"
-    _on_main(world, lambda: _start_partial(unfinished))
-    problem: str | None = None
-    entries: dict[str, FileEntry] = {}
-    try:
-        shards.save(root, unfinished.name)
-        save_streams(unfinished, world.rank)
-        if world.is_main:
-            for file, text in {**texts, RUN_STATE: state.to_json()}.items():
-                (unfinished / file).write_text(text, encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
-        problem = f"rank {world.rank}: {error}"
-    _agree(world, problem, name)  # every file is written once all ranks are here
-    try:
-        entries = _seal(unfinished, world.rank)
-    except OSError as error:
-        problem = f"rank {world.rank}: {error}"
-    _agree(world, problem, name)
-    files = {n: e for rank_entries in gather_objects(world, entries) for n, e in rank_entries.items()}
-    sealed = replace(manifest, files=dict(sorted(files.items())))
-    _on_main(world, lambda: _publish(root, unfinished, name, sealed))
-    return sealed
 
 
 def find(root: Path, world: World, tell: Tell) -> Found | None:
@@ -164,51 +121,6 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
     return found.state
 
 
-def prune(root: Path, keep: int, world: World, tell: Tell) -> None:
-    """Delete all but the newest `keep` checkpoints. A deletion that fails is told, never raised. Collective."""
-    if world.is_main:
-        for folder in published(root)[keep:]:
-            doomed = folder.with_name(f"{folder.name}{PARTIAL}")  # no longer a checkpoint, before it is torn
-            try:
-                folder.rename(doomed)
-            except OSError as error:
-                tell(f"cannot delete the old checkpoint {folder}: {error}; training goes on")
-        for torn in root.glob(f"*{PARTIAL}"):  # also what saves left that were killed
-            try:
-                shutil.rmtree(torn)
-            except OSError as error:
-                tell(f"cannot delete {torn}: {error}; training goes on")
-
-
-def _start_partial(unfinished: Path) -> None:
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
-    unfinished.mkdir()
-
-
-def _seal(unfinished: Path, rank: int) -> dict[str, FileEntry]:
-    """Sync and sum the files that this rank wrote."""
-    entries = {}
-    for path in sorted(p for p in unfinished.rglob("*") if p.is_file()):
-        name = path.relative_to(unfinished).as_posix()
-        if owner(name) == rank:
-            sync_file(path)
-            entries[name] = FileEntry(path.stat().st_size, checksum(path))
-    return entries
-
-
-def _publish(root: Path, unfinished: Path, name: str, manifest: Manifest) -> None:
-    sync_folder(unfinished / "rng")
-    write_atomic(unfinished / MANIFEST, manifest.to_json())
-    final = root / name
-    if final.exists():  # the same step saved again: after a rollback, or by another start
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    sync_folder(root)
-    write_atomic(root / "latest", f"{name}\n")
-
-
 def _broken_reason(folder: Path, world: World) -> str | None:
     """Why a folder is no checkpoint, as far as this rank can tell: all sizes, and the checksums of its own files."""
     try:
@@ -246,15 +158,6 @@ def _set_aside(folder: Path, reason: str, tell: Tell) -> None:
         number += 1
     folder.rename(aside)
     tell(f"checkpoint {folder} is broken: {reason}; set aside as {aside.name}, trying the one before it")
-
-
-def _agree(world: World, problem: str | None, name: str) -> None:
-    """Every rank raises if any has a problem, and waits for all otherwise. Collective."""
-    problems = [p for p in gather_objects(world, problem) if p is not None]
-    if problems:
-        raise RunError(
-            f"checkpoint {name} was not saved ({'; '.join(problems)}); the one before it is intact"
-        )
 
 
 def _on_main(world: World, act: Callable[[], None]) -> None:

@@ -11,8 +11,8 @@ from ds_pretrain.checkpoint.rng import (
     capture_streams,
     load_streams,
     restore_streams,
+    rng_bytes,
     rng_file,
-    save_streams,
     seed_streams,
 )
 
@@ -32,7 +32,8 @@ def _draws() -> list[float]:
 def test_every_stream_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     seed_streams(7, 0)
     _draws()
-    save_streams(tmp_path, 0)
+    (tmp_path / rng_file(0)).parent.mkdir(exist_ok=True)
+    (tmp_path / rng_file(0)).write_bytes(rng_bytes())
     expected = [_draws() for _ in range(3)]
     seed_streams(8, 0)
     _draws()
@@ -49,7 +50,8 @@ def test_a_stream_that_is_not_restored_would_show(stream: int) -> None:
 
 
 def test_the_file_loads_without_running_code(tmp_path: Path) -> None:
-    save_streams(tmp_path, 3)
+    (tmp_path / rng_file(3)).parent.mkdir(exist_ok=True)
+    (tmp_path / rng_file(3)).write_bytes(rng_bytes())
     streams = torch.load(tmp_path / rng_file(3), weights_only=True)
     assert set(streams) == {"python", "numpy", "torch", "device"}
 
@@ -58,7 +60,8 @@ def test_each_rank_and_each_seed_has_streams_of_its_own(tmp_path: Path) -> None:
     draws = []
     for seed, rank in ((7, 0), (7, 1), (8, 0)):
         seed_streams(seed, rank)
-        save_streams(tmp_path, rank)
+        (tmp_path / rng_file(rank)).parent.mkdir(exist_ok=True)
+        (tmp_path / rng_file(rank)).write_bytes(rng_bytes())
         draws.append(_draws())
     assert all(len(set(values)) == 3 for values in zip(*draws, strict=True))
     load_streams(tmp_path, 1)

@@ -1,15 +1,19 @@
 """Checkpoints are published whole or not at all, and only whole ones are used: real ranks, small files."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint import saves, snapshot, store
 from ds_pretrain.checkpoint.layout import parse_manifest, published, step_name
+from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
+from ds_pretrain.checkpoint.saves import Capture, Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.state import RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
@@ -37,11 +41,13 @@ class SmallShards:
         self.world = world
         self.loaded: str | None = None
 
-    def save(self, folder: Path, tag: str) -> None:
+    def save(self, folder: Path, tag: str, capture: Capture) -> None:
         rank = self.world.rank
-        (folder / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(f"{tag} {rank}")
+        shard = torch.full((8,), rank)
+        capture({tag: shard}, folder / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if rank == 0:
-            (folder / tag / "mp_rank_00_model_states.pt").write_text(f"{tag} model")
+            capture({"model": tag}, folder / tag / "mp_rank_00_model_states.pt")
+        shard.zero_()  # training goes on: what is written is what was captured
 
     def load(self, folder: Path, tag: str) -> None:
         self.loaded = f"{folder.name}/{tag}"
@@ -60,16 +66,16 @@ class FullDisk(SmallShards):
         super().__init__(world)
         self.broken_rank, self.error = rank, error
 
-    def save(self, folder: Path, tag: str) -> None:
+    def save(self, folder: Path, tag: str, capture: Capture) -> None:
         if self.world.rank == self.broken_rank:
             raise self.error
-        super().save(folder, tag)
+        super().save(folder, tag, capture)
 
 
-def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> Any:
+def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> Outcome:
     manifest = replace(MANIFEST, step=step, world_size=world.size, files={})
     state = RunState(step, SkipLedger((Skip("main", 0, 5, "spike", 1, 1),)))
-    return store.save(root, state, manifest, TEXTS, shards or SmallShards(world), world)
+    return save_now(root, state, manifest, TEXTS, shards or SmallShards(world), world)
 
 
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
@@ -90,12 +96,14 @@ def _save_find_restore(world: World, folder: str) -> Any:
     root = Path(folder) / "checkpoints"
     nothing = store.find(root, world, print)
     _save(root, 3, world)
-    sealed = _save(root, 6, world)
+    saved = _save(root, 6, world)
     found = store.find(root, world, print)
     assert found is not None
     shards = SmallShards(world)
     state = store.restore(found, shards, 7, world, print)
-    return nothing, list(sealed.files), found.folder.name, found.manifest == sealed, state, shards.loaded
+    written = torch.load(found.folder / FILES[1], weights_only=True)[f"{found.folder.name}.partial"].tolist()
+    same = saved.problem is None and saved.bytes == found.manifest.total_bytes and written == [1] * 8
+    return nothing, list(found.manifest.files), found.folder.name, same, state, shards.loaded
 
 
 def test_what_was_saved_is_found_and_restored_on_every_rank(tmp_path: Path) -> None:
@@ -210,8 +218,8 @@ def test_a_torn_folder_is_no_checkpoint_and_the_next_save_of_its_step_replaces_i
     torn.mkdir()
     (torn / "zero_pp_rank_9_mp_rank_00_model_states.pt").write_text("of a save that was killed")
     assert _find(tmp_path, world) == ("step_000000003", [], None)
-    sealed = _save(tmp_path, 6, world)
-    assert not any("rank_9" in name for name in sealed.files)
+    _save(tmp_path, 6, world)
+    assert "rank_9" not in (tmp_path / "step_000000006/manifest.json").read_text()
     assert _names(tmp_path) == ["latest", "step_000000003", "step_000000006"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)
 
@@ -236,10 +244,9 @@ def test_a_step_saved_again_replaces_the_checkpoint_of_that_step(tmp_path: Path)
 def _save_on_a_full_disk(world: World, folder: str, rank: int, error: Exception) -> Any:
     root = Path(folder)
     _save(root, 3, world)
-    with pytest.raises(RunError) as caught:
-        _save(root, 6, world, FullDisk(world, rank, error))
+    outcome = _save(root, 6, world, FullDisk(world, rank, error))
     barrier(world)
-    return str(caught.value), _find(root, world), _names(root)
+    return outcome.problem, _find(root, world), _names(root)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -247,45 +254,74 @@ def _save_on_a_full_disk(world: World, folder: str, rank: int, error: Exception)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_publishes_nothing(
     tmp_path: Path, rank: int, error: Exception
 ) -> None:
-    for message, found, names in run_ranks(_save_on_a_full_disk, 2, str(tmp_path), rank, error):
-        assert message == (
-            f"checkpoint step_000000006 was not saved (rank {rank}: {error}); the one before it is intact"
-        )
+    for problem, found, names in run_ranks(_save_on_a_full_disk, 2, str(tmp_path), rank, error):
+        assert problem == f"rank {rank}: {error}"
         assert found == ("step_000000003", [], None)
-        assert names == ["latest", "step_000000003", "step_000000006.partial"]
+        assert names == ["latest", "step_000000003"]
     assert (tmp_path / "latest").read_text() == "step_000000003\n"
 
 
-def _fail_in(world: World, folder: str, name: str) -> Any:
+def _fail_at(world: World, folder: str, rank: int, point: str) -> Any:
     root = Path(folder)
     _save(root, 3, world)
     patch = pytest.MonkeyPatch()
 
-    def refuse(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
+    def refuse(name: str) -> None:
+        if name.startswith(point):
+            raise OSError(5, "Input/output error")
 
-    if world.rank == 1 or name in ("write_atomic", "_start_partial"):  # the latter two run on rank 0 alone
-        patch.setattr(store, name, refuse)
-    with pytest.raises(RunError) as caught:
-        _save(root, 6, world)
+    if world.rank == rank:
+        for module in (saves, snapshot):
+            patch.setattr(module, "write_point", refuse)
+    outcome = _save(root, 6, world)
     barrier(world)
     patch.undo()
-    return str(caught.value), _find(root, world)
+    return outcome.problem, _find(root, world)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("save_streams", "checkpoint step_000000006 was not saved (rank 1: [Errno 5] Input/output error)"),
-        ("sync_file", "checkpoint step_000000006 was not saved (rank 1: [Errno 5] Input/output error)"),
-        ("_start_partial", "rank 0: [Errno 5] Input/output error"),
-        ("write_atomic", "rank 0: [Errno 5] Input/output error"),
-    ],
+    ("rank", "point"),
+    [(1, "write rank"), (1, "sync"), (0, "write run_state"), (0, "manifest"), (0, "rename")],
 )
-def test_a_failure_at_any_stage_of_a_save_reaches_every_rank(tmp_path: Path, name: str, message: str) -> None:
-    for raised, found in run_ranks(_fail_in, 2, str(tmp_path), name):
-        assert raised.startswith(message)
+def test_a_failure_at_any_point_of_a_save_reaches_every_rank(tmp_path: Path, rank: int, point: str) -> None:
+    for problem, found in run_ranks(_fail_at, 2, str(tmp_path), rank, point):
+        assert problem == f"rank {rank}: [Errno 5] Input/output error"
         assert found == ("step_000000003", [], None)
+
+
+def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    world = World()
+    _save(tmp_path, 3, world)
+    room = Saves(tmp_path, world, lambda step: None, expected_bytes=10**18)
+    outcome = room.begin(RunState(6), replace(MANIFEST, step=6), TEXTS, SmallShards(world), behind=True)
+    assert outcome is not None
+    assert "bytes free, and a checkpoint needs 1,000,000,000,000,000,000" in str(outcome.problem)
+    assert _names(tmp_path) == ["latest", "step_000000003"]
+
+
+def _goes_on_while_written(world: World, folder: str) -> Any:
+    root, told = Path(folder), list[int]()
+    several = Saves(root, world, told.append)
+    gate = threading.Event()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(snapshot, "write_point", lambda name: gate.wait(30))
+    begun = several.begin(RunState(3), replace(MANIFEST, step=3), TEXTS, SmallShards(world), behind=True)
+    while_writing = (several.is_busy, several.advance([several.stage] * world.size), _names(root))
+    gate.set()
+    outcome = several.finish()
+    patch.undo()
+    return begun, while_writing, outcome and outcome.problem, several.is_busy, _names(root), told
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    results = run_ranks(_goes_on_while_written, 2, str(tmp_path))
+    for rank, (begun, while_writing, problem, busy, names, told) in enumerate(results):
+        assert begun is None
+        assert while_writing == (True, None, ["step_000000003.partial"])
+        assert problem is None
+        assert not busy
+        assert names == ["latest", "step_000000003"]
+        assert told == ([3] if rank == 0 else [])
 
 
 def _find_on(world: World, folder: str) -> Any:
@@ -318,11 +354,11 @@ def test_pruning_keeps_the_newest_and_deletes_what_killed_saves_left(tmp_path: P
         _save(tmp_path, step, world)
     (tmp_path / "step_000000007.partial").mkdir()
     (tmp_path / "step_000000001.broken").mkdir()
-    store.prune(tmp_path, 2, world, told.append)
+    prune(tmp_path, keep=2, keep_every_steps=None, tell=told.append)
     assert [path.name for path in published(tmp_path)] == ["step_000000012", "step_000000009"]
     assert _names(tmp_path) == ["latest", "step_000000001.broken", "step_000000009", "step_000000012"]
     assert told == []
-    store.prune(tmp_path, 5, world, told.append)
+    prune(tmp_path, keep=5, keep_every_steps=None, tell=told.append)
     assert len(published(tmp_path)) == 2
 
 
@@ -337,8 +373,8 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    store.prune(tmp_path, 1, world, told.append)
-    torn = tmp_path / "step_000000003.partial"
+    prune(tmp_path, keep=1, keep_every_steps=None, tell=told.append)
+    torn = tmp_path / "step_000000003.old.partial"
     assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
 
@@ -346,11 +382,28 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
     monkeypatch.undo()
     _save(tmp_path, 9, world)
     monkeypatch.setattr(Path, "rename", lambda self, target: refuse(self))
-    store.prune(tmp_path, 1, world, told.append)
+    prune(tmp_path, keep=1, keep_every_steps=None, tell=told.append)
     assert told == [
         f"cannot delete the old checkpoint {tmp_path / step_name(6)}: "
         "[Errno 16] Device or resource busy; training goes on"
     ]
+
+
+def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp_path: Path) -> None:
+    steps = [1, 10, 20, 30, 40, 50]
+    assert doomed(steps, keep=2, keep_every_steps=None, protected=()) == [1, 10, 20, 30]
+    assert doomed(steps, keep=1, keep_every_steps=20, protected=()) == [1, 10, 30]
+    assert doomed(steps, keep=1, keep_every_steps=None, protected={10, 30}) == [1, 20, 40]
+    for step in steps:
+        _save(tmp_path, step, World())
+    pin(tmp_path / step_name(10), True)
+    pin(tmp_path / step_name(20), True)
+    pin(tmp_path / step_name(20), False)
+    for step in (1, 30):
+        (tmp_path / step_name(step) / CALM).touch()
+    prune(tmp_path, keep=1, keep_every_steps=40, tell=print)
+    assert [path.name for path in published(tmp_path)] == [step_name(step) for step in (50, 40, 30, 10)]
+    assert _find(tmp_path, World()) == ("step_000000050", [], None)
 
 
 def test_the_manifest_is_written_last_and_names_every_file_with_its_size(tmp_path: Path) -> None:

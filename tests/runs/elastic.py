@@ -1,5 +1,6 @@
 """Runs the real loop on a rank and keeps what it restored and trained: whole tensors, options, samples."""
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -16,7 +17,8 @@ from torch import nn
 
 from ds_pretrain import opening, partitions
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint import convert, store
+from ds_pretrain.checkpoint.saves import save_now
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
 from ds_pretrain.plan import load_plan
@@ -128,6 +130,20 @@ def run_each(world: World, run_files: list[str]) -> list[Outcome]:
     return [run_elastic(world, run_file) for run_file in run_files]
 
 
+def convert_here(world: World, folder: str) -> None:
+    """Convert a checkpoint, with DeepSpeed's tool called in this process that has imported it already."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    def call(source: Path, result: Path, _: Any) -> None:
+        words = {"input_folder": str(source), "output_folder": str(result), "keep_temp_folder": False}
+        words |= {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
+        ds_to_universal.main(argparse.Namespace(**words))
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(convert, "_run_tool", call)
+        convert.convert(Path(folder))
+
+
 def restore_and_save(world: World, run_file: str) -> Snapshot:
     """Restore a run and save it again at once, as if it had been stopped before its first step."""
     plan = load_plan(run_file)
@@ -139,13 +155,13 @@ def restore_and_save(world: World, run_file: str) -> Snapshot:
     state = store.restore(found, engine, plan.run.seed, world, print)
     texts = {"deepspeed.json": plan.deepspeed_text}
     manifest = replace(found.manifest, world_size=world.size, files={})
-    store.save(root, state, manifest, texts, engine, world)
+    save_now(root, state, manifest, texts, engine, world)
     return snapshot(engine._engine, world)
 
 
 def with_stop(ask: bool, asked: Any) -> Any:
     """What `measure` says was asked for, with a stop added."""
-    return type(asked)(stop=True, save=asked.save) if ask else asked
+    return replace(asked, stop=True) if ask else asked
 
 
 def snapshot(engine: Any, world: World) -> Snapshot:

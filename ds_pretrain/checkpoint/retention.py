@@ -1,0 +1,66 @@
+"""Which checkpoints stay. One rank prunes, what it deletes loses its name first, and a failure stops nothing."""
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from ds_pretrain.checkpoint.layout import PARTIAL, published, step_of
+from ds_pretrain.files import write_point
+
+PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
+CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it
+
+
+def doomed(
+    steps: Sequence[int], *, keep: int, keep_every_steps: int | None, protected: Collection[int]
+) -> list[int]:
+    """The steps to delete: all but the newest `keep`, every `keep_every_steps`-th, and the protected ones."""
+    newest = sorted(steps, reverse=True)[:keep]
+    return [
+        step
+        for step in sorted(steps)
+        if step not in newest
+        and step not in protected
+        and not (keep_every_steps is not None and step % keep_every_steps == 0)
+    ]
+
+
+def prune(
+    root: Path,
+    *,
+    keep: int,
+    keep_every_steps: int | None,
+    tell: Callable[[str], None],
+    shipped_only: bool = False,
+) -> None:
+    """Delete what `doomed` says, and what killed saves left. On rank 0 only, after the newer one is complete."""
+    folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
+    for step in doomed(
+        list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=_protected(folders)
+    ):
+        try:
+            write_point("prune")
+            folders[step].rename(folders[step].with_name(f"{folders[step].name}.old{PARTIAL}"))
+        except OSError as error:
+            tell(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
+    for torn in root.glob(f"*{PARTIAL}"):
+        try:
+            write_point("delete")
+            shutil.rmtree(torn)
+        except OSError as error:
+            tell(f"cannot delete {torn}: {error}; training goes on")
+
+
+def pin(folder: Path, pinned: bool) -> None:
+    """Keep a checkpoint for good, or no longer."""
+    if pinned:
+        (folder / PINNED).touch()
+    else:
+        (folder / PINNED).unlink(missing_ok=True)
+
+
+def _protected(folders: dict[int, Path]) -> set[int]:
+    """Pinned ones, and the newest calm one."""
+    calm = [step for step, folder in folders.items() if (folder / CALM).exists()]
+    pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
+    return pinned | ({max(calm)} if calm else set())

@@ -1,0 +1,221 @@
+"""Saves, one at a time: snapshot now, write behind, publish once every rank's files are on disk.
+
+A save goes to a folder with another name. When all ranks have written and synced, rank 0 writes the manifest,
+renames the folder and replaces `latest`, on a thread too. Whatever dies in between leaves the checkpoint before
+intact. Ranks agree on how far a save is through one number each, which rides in the row of a step.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+from ds_pretrain.checkpoint.behind import Job, Stage
+from ds_pretrain.checkpoint.layout import MANIFEST, PARTIAL, RUN_STATE, FileEntry, Manifest, step_name
+from ds_pretrain.checkpoint.rng import rng_bytes, rng_file
+from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
+from ds_pretrain.errors import RunError
+from ds_pretrain.files import free_bytes, sync_folder, write_atomic, write_point
+from ds_pretrain.state import RunState
+from ds_pretrain.world import World, from_main, gather_objects, gather_rows
+
+Capture = Callable[[Any, Path], None]
+
+
+class Saveable(Protocol):
+    """What a save needs of an engine. Collective."""
+
+    def save(self, folder: Path, tag: str, capture: Capture) -> None:
+        """Hand this rank's files to `capture`. Raises once every rank is through."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended. `problem` says why it was not published; the same on every rank."""
+
+    step: int
+    problem: str | None
+    bytes: int
+    stall_seconds: float  # that training stood still, on the slowest rank
+    total_seconds: float
+
+
+@dataclass
+class _InFlight:
+    step: int
+    manifest: Manifest
+    began: float
+    stall_seconds: float
+    job: Job[dict[Path, FileEntry]]
+    publishing: Job[None] | None = None  # on rank 0
+    all_written: bool = False
+
+
+class Saves:
+    """The saves of one run on one rank. Methods marked collective must be called by all ranks together."""
+
+    def __init__(
+        self, root: Path, world: World, published: Callable[[int], None], expected_bytes: int = 0
+    ) -> None:
+        """`published` runs on rank 0's thread after each publication: retention, shipping."""
+        self._root, self._world, self._published = root, world, published
+        self._expected_bytes = expected_bytes  # of one checkpoint; the last one tells better
+        self._buffers: Buffers = {}
+        self._save: _InFlight | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a save is under way: the same on every rank."""
+        return self._save is not None
+
+    @property
+    def stage(self) -> int:
+        """This rank's part of the save under way; 0 if there is none. For the row of a step."""
+        if self._save is None:
+            return 0
+        if self._save.all_written:
+            return int(self._save.publishing.stage if self._save.publishing else Stage.DONE)
+        return int(self._save.job.stage)
+
+    def begin(
+        self, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, behind: bool
+    ) -> Outcome | None:
+        """Snapshot `state` and start to write it. Collective.
+
+        With `behind`, training may go on when this returns; without, it is written and published first.
+        """
+        assert self._save is None, "one save at a time: `finish` the one before"
+        began = perf_counter()
+        name = step_name(state.step)
+        unfinished = self._root / f"{name}{PARTIAL}"
+        start = partial(_start_partial, unfinished, self._expected_bytes)
+        problem = from_main(self._world, _attempt(self._world, start))
+        snapshot = Snapshot(self._buffers)
+        if problem is None:
+            problem = self._own(
+                _attempt(None, lambda: engine.save(self._root, unfinished.name, snapshot.capture))
+            )
+            snapshot.add(rng_bytes(), unfinished / rng_file(self._world.rank))
+            if self._world.is_main:
+                for file, text in {**texts, RUN_STATE: state.to_json()}.items():
+                    snapshot.add(text.encode(), unfinished / file)
+            snapshot.settle()
+        stall = perf_counter() - began
+        problems = gather_objects(self._world, (problem, stall))
+        if any(p for p, _ in problems):
+            return self._failed(state.step, [p for p, _ in problems if p], max(s for _, s in problems), began)
+        job = Job(snapshot.write, "snapshot")
+        self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), job)
+        return None if behind else self.finish()
+
+    def advance(self, stages: Sequence[int]) -> Outcome | None:
+        """Take the save under way as far as every rank's `stage` allows; how it ended, if it did. Collective."""
+        save = self._save
+        if save is None or any(stage == Stage.RUNNING for stage in stages):
+            return None
+        if save.all_written:
+            return self._ended(save)
+        problem = self._own(save.job.error)
+        entries = {} if problem else save.job.result()
+        told = gather_objects(self._world, (problem, _by_name(entries, self._folder(save))))
+        if any(p for p, _ in told):
+            self._save = None
+            return self._failed(save.step, [p for p, _ in told if p], save.stall_seconds, save.began)
+        save.all_written = True
+        save.manifest = replace(save.manifest, files=dict(sorted(i for _, e in told for i in e.items())))
+        if self._world.is_main:
+            publish_all = partial(self._publish_and_tell, save.step, save.manifest)
+            save.publishing = Job(publish_all, "publish")
+        return None
+
+    def finish(self) -> Outcome | None:
+        """Wait until the save under way is published or has failed. Collective."""
+        outcome = None
+        while self._save is not None and outcome is None:
+            (self._save.publishing or self._save.job).wait()
+            outcome = self.advance([int(s) for s in gather_rows(self._world, [self.stage])[:, 0]])
+        return outcome
+
+    def _publish_and_tell(self, step: int, manifest: Manifest) -> None:
+        publish(self._root, manifest)
+        self._published(step)
+
+    def _ended(self, save: _InFlight) -> Outcome:
+        error = save.publishing.error if save.publishing else None
+        problem = from_main(self._world, self._own(error))
+        self._save = None
+        if problem:
+            return self._failed(save.step, [problem], save.stall_seconds, save.began)
+        total = perf_counter() - save.began
+        self._expected_bytes = save.manifest.total_bytes
+        return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
+
+    def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
+        if self._world.is_main:
+            shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
+        return Outcome(step, "; ".join(problems), 0, stall_seconds, perf_counter() - began)
+
+    def _own(self, problem: object) -> str | None:
+        return None if problem is None else f"rank {self._world.rank}: {problem}"
+
+    def _folder(self, save: _InFlight) -> Path:
+        return self._root / f"{step_name(save.step)}{PARTIAL}"
+
+
+def save_now(
+    root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, world: World
+) -> Outcome:
+    """Save one checkpoint and wait for it. Collective."""
+    outcome = Saves(root, world, lambda step: None).begin(state, manifest, texts, engine, behind=False)
+    assert outcome is not None
+    return outcome
+
+
+def publish(root: Path, manifest: Manifest) -> None:
+    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each of them whole or not at all."""
+    name = step_name(manifest.step)
+    unfinished, final = root / f"{name}{PARTIAL}", root / name
+    for folder in {(unfinished / file).parent for file in manifest.files}:
+        sync_folder(folder)
+    write_point("manifest")
+    write_atomic(unfinished / MANIFEST, manifest.to_json())
+    if final.exists():  # the same step again, after older weights were restored
+        write_point("set the old one aside")
+        final.rename(root / f"{name}.old{PARTIAL}")
+    write_point("rename")
+    unfinished.rename(final)
+    write_point("sync the folder")
+    sync_folder(root)
+    write_point("latest")
+    write_atomic(root / "latest", f"{name}\n")
+
+
+def _start_partial(unfinished: Path, expected_bytes: int) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
+    free = free_bytes(unfinished.parent)
+    if free < expected_bytes:
+        raise RunError(
+            f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {expected_bytes:,}"
+        )
+    unfinished.mkdir()
+
+
+def _attempt(only_main: World | None, act: Callable[[], None]) -> str | None:
+    """Why `act` failed; with a world, it is done on rank 0 alone."""
+    if only_main is not None and not only_main.is_main:
+        return None
+    try:
+        act()
+    except (OSError, RuntimeError, MemoryError, RunError) as error:  # torch raises RuntimeError for I/O too
+        return str(error) or type(error).__name__
+    return None
+
+
+def _by_name(entries: Mapping[Path, FileEntry], folder: Path) -> dict[str, FileEntry]:
+    return {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()}

@@ -1,0 +1,100 @@
+"""Copy now, write behind: the only time that training stands still for a save is the copy to host memory.
+
+DeepSpeed hands each file of this rank to `capture` instead of writing it. Tensors are copied into buffers that
+are used again for the next save; a thread then writes them, sums them as they stream, and syncs each file.
+Masters and moments change only in the optimizer's step, so the copy is of one instant.
+"""
+
+import copy
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from ds_pretrain.checkpoint.layout import FileEntry
+from ds_pretrain.files import write_point
+
+Buffers = dict[tuple[str, int], Tensor]  # host copies, kept from save to save
+
+
+class Snapshot:
+    """One rank's files of one save, copied to host memory, ready to be written on any thread."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._taken: list[tuple[Path, Any]] = []
+
+    def capture(self, value: Any, path: Path) -> None:
+        """Copy what will be written to `path`. Tensors that share memory share their copy."""
+        self._taken.append((path, self._copied(value, path.name, {})))
+
+    def add(self, content: bytes, path: Path) -> None:
+        """Write `content` to `path` as it is, together with what was captured."""
+        self._taken.append((path, content))
+
+    def write(self) -> dict[Path, FileEntry]:
+        """Write all of it; size and checksum of each file, once it is on disk."""
+        for folder in {path.parent for path, _ in self._taken}:
+            folder.mkdir(exist_ok=True)
+        return {path: write_summed(path, value) for path, value in self._taken}
+
+    def settle(self) -> None:
+        """Wait for copies that the device has not finished."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _copied(self, value: Any, name: str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            identity = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
+            if identity not in copies:
+                copies[identity] = self._buffered(value, (name, len(copies)))
+            return copies[identity]
+        if isinstance(value, dict):
+            return type(value)((key, self._copied(item, name, copies)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(item, name, copies) for item in value)
+        return copy.deepcopy(value)
+
+    def _buffered(self, tensor: Tensor, key: tuple[str, int]) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        buffer.copy_(tensor.detach(), non_blocking=True)
+        return buffer
+
+
+def write_summed(path: Path, value: Any) -> FileEntry:
+    """Write bytes, or anything that torch can save, to `path`; synced, and summed while it streams."""
+    write_point(f"write {path.name}")
+    with path.open("wb") as file:
+        summed = _Summed(file)
+        if isinstance(value, bytes):
+            summed.write(value)
+        else:
+            torch.save(value, cast(BinaryIO, summed))
+        file.flush()
+        write_point(f"sync {path.name}")
+        os.fsync(file.fileno())
+    return FileEntry(summed.num_bytes, summed.digest.hexdigest())
+
+
+class _Summed:
+    """A file that is only written forwards, and knows its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self._file.write(data)
+        self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
