@@ -36,7 +36,7 @@ from ds_pretrain.checkpoint.universal_layout import (
     workspace_of,
 )
 from ds_pretrain.errors import InputError, RunError
-from ds_pretrain.files import checksum, free_bytes, sync_folder, write_atomic
+from ds_pretrain.files import available_memory_bytes, checksum, free_bytes, sync_folder, write_atomic
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -169,9 +169,10 @@ def _check_space(folder: Path) -> None:
 def _run_tool(folder: Path, result: Path, source: _Source) -> None:
     largest = max(path.stat().st_size for path in folder.glob("*_optim_states.pt"))
     cores = len(os.sched_getaffinity(0))
-    fitting = max(1, _available_bytes() // (_MEMORY_PER_SHARD * largest))
+    free = available_memory_bytes()
+    fitting = max(1, free // (_MEMORY_PER_SHARD * largest))
     biggest = max(prod(shape) for shape in source.names().values()) * 4
-    merging = max(1, _available_bytes() // (_MEMORY_PER_SHARD * biggest))
+    merging = max(1, free // (_MEMORY_PER_SHARD * biggest))
     command = [
         *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
         *("--input_folder", str(folder), "--output_folder", str(result)),
@@ -179,7 +180,12 @@ def _run_tool(folder: Path, result: Path, source: _Source) -> None:
         *("--num_merge_workers", str(min(cores, merging))),
     ]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     if done.returncode:
         last_words = "\n".join(done.stdout.strip().splitlines()[-15:])
@@ -187,10 +193,6 @@ def _run_tool(folder: Path, result: Path, source: _Source) -> None:
             f"DeepSpeed could not convert {folder} (exit code {done.returncode}); it is unharmed, and can be "
             f"started on {len(source.shards)} ranks. DeepSpeed said:\n{last_words}"
         )
-
-
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _steps(source: _Source, folder: Path) -> int:

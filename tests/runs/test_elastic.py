@@ -1,4 +1,4 @@
-"""One run on 1, 2, 3 and 4 ranks, under ZeRO 1, 2 and 3: the same command goes on, with the same bits and data."""
+"""One run on 1 to 4 ranks, under ZeRO 1, 2 and 3: the same command goes on, with the same bits and data."""
 
 import json
 import shutil
@@ -74,9 +74,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     for world, run_file in files.items():
         straight[world] = run_ranks(run_elastic, world, str(run_file))
         found[world] = losses(run_file)
-        convert(
-            run_file.parent / "out" / "checkpoints" / f"step_{STEP:09d}"
-        )  # once, as the tool does offline
+        run_ranks(convert_here, 1, str(run_file.parent / "out" / "checkpoints" / f"step_{STEP:09d}"))
     for after in WORLDS:
         sources = [before for before in WORLDS if before != after]
         runs = [
@@ -236,7 +234,7 @@ def test_offload_may_change_and_p18_a_step_at_rate_zero_leaves_what_was_loaded(t
 
 
 def freeze_and_mark(module: nn.Module) -> None:
-    """What a run has at its first start: a frozen parameter and a buffer that are not what initialization gives."""
+    """A first start with frozen parameters and a buffer that are not what initialization gives."""
     freeze(module)
     norm = module.get_parameter("model.layers.0.input_layernorm.weight")
     big = module.get_parameter("model.layers.1.mlp.up_proj.weight")

@@ -1,0 +1,421 @@
+"""What fits, what is refused, and a conversion that is torn, stale, damaged, slow or wrong."""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+
+from ds_pretrain.checkpoint import convert, universal
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, Manifest
+from ds_pretrain.checkpoint.universal_layout import (
+    Group,
+    UniversalManifest,
+    cache_of,
+    orphans,
+    parse_universal,
+    workspace_of,
+)
+from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.state import RunState
+from ds_pretrain.world import World
+from tests.ranks import run_ranks
+from tests.scenario import deepspeed_json
+
+STEP = 5
+SHAPES = {"a.weight": (3, 5), "a.bias": (5,)}
+OLD = deepspeed_json(3)
+
+
+def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path:
+    """A ZeRO-3 checkpoint as DeepSpeed writes it: two groups of a parameter each, of odd sizes."""
+    folder = root / f"step_{STEP:09d}"
+    folder.mkdir(parents=True)
+    whole = {name: torch.arange(1.0, 16.0)[: torch.Size(shape).numel()] for name, shape in SHAPES.items()}
+    for rank in range(world_size):
+        flats = []
+        for values in whole.values():
+            share = -(-len(values) // world_size)
+            padded = torch.cat([values, torch.zeros(share * world_size - len(values))])
+            flats.append(padded[rank * share : (rank + 1) * share].clone())
+        state = {
+            i: {"step": torch.tensor(float(steps)), "exp_avg": f * 2, "exp_avg_sq": f * 3}
+            for i, f in enumerate(flats)
+        }
+        groups = [
+            {"name": "decay", "weight_decay": 0.1, "params": [0]},
+            {"name": "no_decay", "weight_decay": 0.0, "params": [1]},
+        ]
+        optimizer = {
+            "zero_stage": 3,
+            "fp32_flat_groups": flats,
+            "optimizer_state_dict": {"state": state if steps else {}, "param_groups": groups},
+        }
+        torch.save(
+            {"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        )
+        model = {
+            "module": {},
+            "param_shapes": [{n: torch.Size(s)} for n, s in SHAPES.items()],
+            "global_steps": STEP,
+            "ds_version": "0.19.8",
+        }
+        model |= {
+            "dp_world_size": world_size,
+            "mp_world_size": 1,
+            "skipped_steps": 0,
+            "buffer_names": [],
+            "shared_params": {},
+        }
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    (folder / RUN_STATE).write_text(RunState(STEP).to_json())
+    manifest = Manifest(
+        STEP, 100, 10, world_size, 3, {}, "2026-01-01T00:00:00+00:00", 1, None, (), {"x": FileEntry(1, "0")}
+    )
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """DeepSpeed's tool called here: its own process takes seconds to start. Lists what was converted."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    calls: list[Path] = []
+
+    def call(folder: Path, result: Path, _: Any) -> None:
+        calls.append(folder)
+        words = {"input_folder": str(folder), "output_folder": str(result), "keep_temp_folder": False}
+        words |= {
+            "num_extract_workers": 1,
+            "num_merge_workers": 1,
+            "strict": True,
+            "inject_missing_state": True,
+        }
+        ds_to_universal.main(argparse.Namespace(**words))
+
+    monkeypatch.setattr(convert, "_run_tool", call)
+    return calls
+
+
+def _prepared(folder: Path) -> tuple[universal.Universal, list[str]]:
+    told: list[str] = []
+    return universal.prepared(folder, ["ranks 2 -> 3"], World(), told.append), told
+
+
+def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    found, told = _prepared(folder)
+    assert found.folder == cache_of(folder)
+    assert (found.state, found.optimizer_steps) == (RunState(STEP), STEP)
+    for name, shape in SHAPES.items():
+        for kind, factor in (("fp32", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            loaded = torch.load(found.folder / "zero" / name / f"{kind}.pt", weights_only=True)["param"]
+            assert loaded.shape == shape
+            assert torch.equal(loaded.reshape(-1), torch.arange(1.0, 16.0)[: loaded.numel()] * factor)
+    assert found.manifest is not None
+    assert found.manifest.groups == (Group("decay", ("a.weight",)), Group("no_decay", ("a.bias",)))
+    assert (found.manifest.world_size, found.manifest.zero_stage) == (2, 3)
+    assert told == [
+        f"{folder.name} was saved otherwise (ranks 2 -> 3): converting it, once "
+        "(there is no universal form yet)"
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
+
+
+def test_a_conversion_is_done_once_and_used_again_while_it_verifies(
+    tmp_path: Path, tool_in_this_process: list[Path]
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    _prepared(folder)
+    _, [message] = _prepared(folder)
+    assert message.endswith("using step_000000005.universal, which verifies")
+    assert tool_in_this_process == [folder]
+
+
+def _cut(cache: Path, folder: Path) -> None:
+    path = cache / "zero" / "a.bias" / "fp32.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(cache: Path, folder: Path) -> None:
+    path = cache / "zero" / "a.weight" / "exp_avg.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def _gone(cache: Path, folder: Path) -> None:
+    (cache / "zero" / "optimizer_state.pt").unlink()
+
+
+def _no_manifest(cache: Path, folder: Path) -> None:
+    cache.rename(workspace_of(folder))  # as a kill before the rename leaves it, half written
+    shutil.rmtree(workspace_of(folder) / "zero")
+
+
+def _bad_manifest(cache: Path, folder: Path) -> None:
+    (cache / "universal.json").write_text("{}")
+
+
+def _saved_again(cache: Path, folder: Path) -> None:
+    path = folder / MANIFEST
+    path.write_text(path.read_text().replace('"attempt": 1', '"attempt": 2'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_cut, "zero/a.bias/fp32.pt has "),
+        (_flip, "the checksum of zero/a.weight/exp_avg.pt does not match its manifest"),
+        (_gone, "No such file or directory"),
+        (_no_manifest, "there is no universal form yet"),
+        (_bad_manifest, "universal.json has a version that this program does not know"),
+        (_saved_again, "step_000000005.universal was made of another save of that step"),
+    ],
+)
+def test_a_torn_damaged_or_stale_conversion_is_named_and_done_again(
+    tmp_path: Path, tool_in_this_process: list[Path], damage: Callable[[Path, Path], None], said: str
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    _prepared(folder)
+    damage(cache_of(folder), folder)
+    _, [message] = _prepared(folder)
+    assert "converting it, once (" in message
+    assert said in message
+    assert len(tool_in_this_process) == 2
+    _, [message] = _prepared(folder)
+    assert message.endswith("which verifies")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
+
+
+def test_p15_a_checkpoint_before_the_first_update_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, steps=0)
+    with pytest.raises(InputError, match="was saved before the first applied update") as caught:
+        _prepared(folder)
+    assert "start it on 2 ranks with the same DeepSpeed JSON" in str(caught.value)
+    assert not workspace_of(folder).exists()
+
+
+def test_an_optimizer_without_adams_moments_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shard = torch.load(path, weights_only=False)
+    for state in shard["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        del state["exp_avg_sq"]
+    torch.save(shard, path)
+    with pytest.raises(
+        InputError, match="its optimizer keeps no exp_avg_sq, which the universal format needs"
+    ):
+        _prepared(folder)
+
+
+def test_p16_a_conversion_with_one_wrong_bit_is_found_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    right = convert._run_tool
+
+    def wrong(source: Path, result: Path, opened: Any) -> None:
+        right(source, result, opened)
+        path = result / "zero" / "a.weight" / "exp_avg.pt"
+        values = torch.load(path, weights_only=True)
+        values.view(torch.uint8)[-1] ^= 1
+        torch.save(values, path)
+
+    monkeypatch.setattr(convert, "_run_tool", wrong)
+    with pytest.raises(RunError, match=r"conversion is wrong.*a.weight: exp_avg differs from rank 1's shard"):
+        _prepared(folder)
+    assert not cache_of(folder).exists()
+
+
+def test_p17_states_that_disagree_on_the_step_are_damage(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    path = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shard = torch.load(path, weights_only=False)
+    shard["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["step"] += 1
+    torch.save(shard, path)
+    with pytest.raises(RunError, match=r"disagree on how many updates they had: \[5, 6\]"):
+        _prepared(folder)
+
+
+def test_a_tool_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the tool in its own process
+    folder = write_checkpoint(tmp_path)
+    monkeypatch.setattr(convert.sys, "executable", shutil.which("false"))
+    with pytest.raises(
+        RunError, match=r"DeepSpeed could not convert .*exit code 1\); it is unharmed"
+    ) as caught:
+        _prepared(folder)
+    assert "can be started on 2 ranks. DeepSpeed said:" in str(caught.value)
+
+
+def test_a_disk_too_small_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    monkeypatch.setattr(convert, "free_bytes", lambda path: 10)
+    with pytest.raises(InputError, match=r"needs [\d,]+ bytes beside it, and .* has 10 free: make room"):
+        _prepared(folder)
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+
+
+def _slow(world: World, folder: str, poll_seconds: float) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+
+    def act(source: Path) -> None:
+        sleep(5)
+        raise InputError(["first", "second"])
+
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=2), _get_default_group())
+    told: list[str] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(universal, "convert", act)
+    patch.setattr(universal, "PROGRESS_SECONDS", 1.0)
+    try:
+        universal.prepared(Path(folder), ["ranks 2 -> 3"], world, told.append, poll_seconds)
+    except InputError as error:
+        return error.problems, told
+    return None
+
+
+def test_p42_ranks_outlive_a_conversion_longer_than_their_timeout_and_all_hear_how_it_ended(
+    tmp_path: Path,
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    for problems, told in run_ranks(_slow, 2, str(folder), 0.3):
+        assert problems == ("first", "second")
+        assert any("converting step_000000005: " in line and "seconds so far" in line for line in told)
+
+
+def test_what_fits_needs_no_conversion_and_what_differs_is_named() -> None:
+    assert universal.layout_changes(OLD, 2, OLD, 2) == []
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1000}
+    new = deepspeed_json(2, True, zero_optimization=offload)
+    assert universal.layout_changes(OLD, 2, new, 3) == [
+        "ranks 2 -> 3",
+        "zero_optimization.stage 3 -> 2",
+        "zero_optimization.offload_optimizer.device none -> cpu",
+        "zero_optimization.sub_group_size 1000000000 -> 1000",
+        "bf16.enabled False -> True",
+    ]
+
+
+def test_what_no_conversion_bridges_is_refused_by_name_all_at_once() -> None:
+    lion = {**OLD, "optimizer": {"type": "Lion", "params": {}}}
+    nvme = {**lion, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(InputError) as caught:
+        universal.layout_changes(OLD, 2, nvme, 2)
+    assert len(caught.value.problems) == 2
+    assert "optimizer.type changed from AdamW to Lion" in caught.value.problems[0]
+    assert "zero_optimization.offload_optimizer.device = nvme" in caught.value.problems[1]
+    adam = {**OLD, "optimizer": {**OLD["optimizer"], "type": "Adam"}}
+    assert universal.layout_changes(OLD, 2, adam, 2) == ["optimizer.type AdamW -> Adam"]
+
+
+class Shards:
+    """An engine with given groups, that loads what it is told to load."""
+
+    def __init__(self, groups: list[tuple[str, list[str]]], wrong: list[str]) -> None:
+        self.groups, self.wrong, self.loaded = groups, wrong, False
+
+    def group_members(self) -> list[tuple[str, list[str]]]:
+        return self.groups
+
+    def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
+        self.loaded = True
+        return self.wrong
+
+
+def test_p17_other_parameter_groups_are_refused_by_name_before_anything_is_loaded(tmp_path: Path) -> None:
+    found, _ = _prepared(write_checkpoint(tmp_path))
+    shards = Shards([("decay", ["a.weight", "a.bias"])], [])
+    with pytest.raises(InputError) as caught:
+        universal.load(found, shards, 7, World(), print)
+    assert len(caught.value.problems) == 2
+    assert (
+        "parameter group 'decay' is not that of step_000000005.universal: without none, with a.bias"
+        in str(caught.value)
+    )
+    assert (
+        "parameter group 'no_decay' is not that of step_000000005.universal: without a.bias, with none"
+        in str(caught.value)
+    )
+    assert not shards.loaded
+
+
+def _load_wrong(world: World, folder: str) -> str:
+    found = universal.opened(Path(folder), ["rng"], world, lambda message: None)
+    groups = [("decay", ["a.weight"]), ("no_decay", ["a.bias"])]
+    try:
+        universal.load(found, Shards(groups, ["a.bias: wrong"] if world.rank == 1 else []), 7, world, print)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_p16_what_one_rank_did_not_load_as_saved_stops_all_of_them(tmp_path: Path) -> None:
+    found, _ = _prepared(write_checkpoint(tmp_path))
+    assert (
+        run_ranks(_load_wrong, 2, str(found.folder))
+        == [f"{found.folder} was not restored as it was saved: rank 1: a.bias: wrong"] * 2
+    )
+
+
+def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how_to_allow_it(
+    tmp_path: Path,
+) -> None:
+    found, _ = _prepared(write_checkpoint(tmp_path))
+    (found.folder / "universal.json").unlink()
+    (found.folder / RUN_STATE).unlink()
+    with pytest.raises(InputError) as caught:
+        universal.opened(found.folder, [], World(), print)
+    assert len(caught.value.problems) == 3
+    for name, problem in zip(("manifest", "run_state", "rng"), caught.value.problems, strict=True):
+        assert problem.startswith(f"{found.folder} has no {name}: {universal.MISSING[name]}")
+        assert problem.endswith(f"add '{name}' to accept_missing")
+    with pytest.raises(
+        InputError, match="accept_missing names streams; expected some of manifest, run_state, rng"
+    ):
+        universal.opened(found.folder, ["streams"], World(), print)
+    with pytest.raises(InputError, match="is no universal checkpoint"):
+        universal.opened(tmp_path, [], World(), print)
+    opened = universal.opened(found.folder, list(universal.MISSING), World(), print)
+    assert (opened.state, opened.optimizer_steps, opened.manifest) == (RunState(STEP), STEP, None)
+
+
+def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:
+    found, _ = _prepared(write_checkpoint(tmp_path))
+    _flip(found.folder, found.folder)
+    with pytest.raises(InputError, match=r"the checksum of zero/a.weight/exp_avg.pt does not match"):
+        universal.opened(found.folder, ["rng"], World(), print)
+
+
+def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:
+    manifest = UniversalManifest(1, 1, 1, 3, None, (), {"../x": FileEntry(1, "0")})
+    with pytest.raises(ValueError, match=r"'\.\./x', which lies outside"):
+        parse_universal(manifest.to_json())
+    inside = replace(manifest, files={"x": FileEntry(1, "0")}, groups=(Group("decay", ("a",)),))
+    assert parse_universal(inside.to_json()) == inside
+    with pytest.raises(ValueError, match="lacks or does not know a field"):
+        parse_universal(inside.to_json().replace('"step"', '"stop"'))
+
+
+def test_universal_forms_of_checkpoints_that_are_gone_are_found_for_pruning(tmp_path: Path) -> None:
+    kept = write_checkpoint(tmp_path)
+    for name in (kept.name, "step_000000002", "step_000000003", "mine"):
+        cache_of(tmp_path / name).mkdir()
+    workspace_of(tmp_path / "step_000000003").mkdir()
+    assert [path.name for path in orphans(tmp_path)] == [
+        "step_000000002.universal",
+        "step_000000003.universal",
+        "step_000000003.universal-unfinished",
+    ]
