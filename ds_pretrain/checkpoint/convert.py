@@ -318,12 +318,15 @@ def _frozen(source: _Source) -> dict[str, Tensor]:
 
 def _carry_over(folder: Path, result: Path) -> None:
     """Copy what is not DeepSpeed's: random streams, the run's state and texts."""
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = path.relative_to(folder)
-        if path.name.endswith(("_model_states.pt", "_optim_states.pt")) or str(name) == MANIFEST:
-            continue
-        (result / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, result / name)
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        names = [Path(name) for name in parse_manifest(manifest.read_text(encoding="utf-8")).files]
+    else:
+        names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    for name in names:
+        if not name.name.endswith(("_model_states.pt", "_optim_states.pt")):
+            (result / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, result / name)
 
 
 def _sealed(folder: Path, result: Path, source: _Source, steps: int) -> UniversalManifest:

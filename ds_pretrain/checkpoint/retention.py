@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import PARTIAL, published, step_of
+from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.files import write_point
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
@@ -33,7 +34,7 @@ def prune(
     tell: Callable[[str], None],
     shipped_only: bool = False,
 ) -> None:
-    """Delete what `doomed` says, and what killed saves left. On rank 0 only, after the newer one is complete."""
+    """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save."""
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
     for step in doomed(
         list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=_protected(folders)
@@ -43,7 +44,7 @@ def prune(
             folders[step].rename(folders[step].with_name(f"{folders[step].name}.old{PARTIAL}"))
         except OSError as error:
             tell(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
-    for torn in root.glob(f"*{PARTIAL}"):
+    for torn in (*root.glob(f"*{PARTIAL}"), *orphans(root)):
         try:
             write_point("delete")
             shutil.rmtree(torn)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_pretrain.checkpoint import convert, universal
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, Manifest
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.universal_layout import (
     Group,
     UniversalManifest,
@@ -25,6 +25,7 @@ from ds_pretrain.checkpoint.universal_layout import (
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World
+from tests.checkpoint.test_store import MANIFEST as SAVED
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json
 
@@ -75,9 +76,8 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
         }
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     (folder / RUN_STATE).write_text(RunState(STEP).to_json())
-    manifest = Manifest(
-        STEP, 100, 10, world_size, 3, {}, "2026-01-01T00:00:00+00:00", 1, None, (), {"x": FileEntry(1, "0")}
-    )
+    files = {RUN_STATE: FileEntry(1, "0")}
+    manifest = replace(SAVED, step=STEP, world_size=world_size, files=files)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder
 
@@ -166,7 +166,8 @@ def _bad_manifest(cache: Path, folder: Path) -> None:
 
 def _saved_again(cache: Path, folder: Path) -> None:
     path = folder / MANIFEST
-    path.write_text(path.read_text().replace('"attempt": 1', '"attempt": 2'))
+    again = replace(parse_manifest(path.read_text()), attempt=2)
+    path.write_text(again.to_json())
 
 
 @pytest.mark.parametrize(
