@@ -1,12 +1,14 @@
-"""Which source, and which sample of it, each draw of a mixture reads: O(1) a draw, and exact at every split.
+"""Which source, and which sample of it, each draw of a mixture reads: of one cost anywhere, and exact at every split.
 
 Draws come in blocks of 4,096. In each block every source has the same whole number of draws (its quota, by
-largest remainder), and the places within the block are shuffled by a permutation of the block's own. So the
-number of draws of a source before any draw is known without replaying anything.
+largest remainder), and the places within the block are shuffled under a key of the block's own. Whoever asks
+for a draw lays its block out: 4,096 places are few, and then the draws of a source are numbered 0, 1, 2, ... in
+the order in which they are read, so that an epoch visits each sample once before the next one begins.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from ds_pretrain.data.permute import Words, derive_keys, permute
 from ds_pretrain.errors import InputError
 
 BLOCK_DRAWS = 4096
+_BLOCKS_KEPT = 8  # a batch lies in one block or a few, and the next batch in the last of them
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,26 @@ class Mixture:
     key: int
 
     def locate(self, draws: NDArray[np.integer]) -> tuple[NDArray[np.int64], Words]:
-        """The index of the source in `names`, and the number of the draw within that source.
+        """The index of the source in `names`, and the number of the draw within that source: [n] each.
 
-        Over whole blocks, each source's draws are numbered 0, 1, 2, ... and each number occurs once.
+        Each source's draws are numbered 0, 1, 2, ... in the order of the draws.
         """
-        draws = np.asarray(draws)
-        block = draws.astype(np.uint64) // np.uint64(BLOCK_DRAWS)
-        place = draws.astype(np.uint64) % np.uint64(BLOCK_DRAWS)
-        slot = permute(place, BLOCK_DRAWS, derive_keys(self.key, block))
+        draws = np.asarray(draws).astype(np.uint64)
+        if len(self.names) == 1:
+            return np.zeros(draws.shape, dtype=np.int64), draws
+        source, number = np.empty(draws.shape, dtype=np.int64), np.empty_like(draws)
+        block, place = draws // np.uint64(BLOCK_DRAWS), draws % np.uint64(BLOCK_DRAWS)
         quotas = np.asarray(self.quotas, dtype=np.uint64)
-        starts = np.cumsum(quotas) - quotas  # first slot of each source
-        source = np.repeat(np.arange(len(quotas)), self.quotas)[slot]
-        return source, block * quotas[source] + (slot - starts[source])
+        # Neighbors share a block: one layout for each stretch of them.
+        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), draws.size]
+        for first, end in zip(edges[:-1], edges[1:], strict=True):
+            if first < end:
+                sources, earlier = _layout(self.quotas, self.key, int(block[first]))
+                places = place[first:end]
+                read = sources[places]
+                source[first:end] = read
+                number[first:end] = (block[first] * quotas)[read] + earlier[places]
+        return source, number
 
     def draws_of_source_before(self, draw: int) -> tuple[int, ...]:
         """How many of the draws [0, draw) read each source: exact, and of one cost for every `draw`."""
@@ -45,6 +56,22 @@ class Mixture:
         source, _ = self.locate(np.arange(draw - rest, draw, dtype=np.uint64))
         partial = np.bincount(source, minlength=len(self.quotas))
         return tuple(blocks * quota + int(n) for quota, n in zip(self.quotas, partial, strict=True))
+
+
+@lru_cache(maxsize=_BLOCKS_KEPT)
+def _layout(quotas: tuple[int, ...], key: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """The source of each place of a block, and how many earlier places of it read the same: [BLOCK_DRAWS] each."""
+    block_key = int(derive_keys(key, np.array([block], dtype=np.uint64))[0])
+    places = np.arange(BLOCK_DRAWS, dtype=np.uint64)
+    # A shuffle by sorting random words. Each holds its place in its low bits, so that no two are equal.
+    words = derive_keys(block_key, places) // np.uint64(BLOCK_DRAWS) * np.uint64(BLOCK_DRAWS) + places
+    shuffled = np.sort(words) % np.uint64(BLOCK_DRAWS)
+    source = np.empty(BLOCK_DRAWS, dtype=np.uint16)
+    source[shuffled] = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)
+    by_source = np.argsort(source, kind="stable")  # of 16 bits: a radix sort
+    earlier = np.empty(BLOCK_DRAWS, dtype=np.uint16)
+    earlier[by_source] = np.concatenate([np.arange(quota, dtype=np.uint16) for quota in quotas])
+    return source, earlier
 
 
 def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
@@ -64,15 +91,17 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
             "(leave a source out to draw none of it)"
             for name in bad
         )
-    quotas = _largest_remainder(values / values.sum())
-    total = float(values.sum())
-    smallest = total / BLOCK_DRAWS
-    small = [name for name, quota in zip(names, quotas, strict=True) if quota == 0]
+    largest = float(values.max())
+    values /= largest  # a sum of huge weights would overflow
+    shares = values / values.sum()
+    quotas = _largest_remainder(shares)
+    smallest = largest * (float(values.sum()) / BLOCK_DRAWS)
+    small = [at for at, quota in enumerate(quotas) if quota == 0]
     if small:
         raise InputError(
-            f"mixture weight of {name!r} is {weights[name]:g} of {total:g}, less than one draw in "
-            f"{BLOCK_DRAWS}; the smallest sure to be drawn is {smallest:.3g}: raise it, or leave it out"
-            for name in small
+            f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of all, less than one "
+            f"draw in {BLOCK_DRAWS}; the smallest sure to be drawn is {smallest:.3g}: raise it, or leave it out"
+            for at in small
         )
     return Mixture(names=names, quotas=quotas, key=key)
 

@@ -75,7 +75,7 @@ def test_the_global_batch_is_the_same_list_of_samples_for_every_world(step: int)
 
 
 def test_p39_no_sample_is_read_by_two_ranks() -> None:
-    sources = {"only": source_of(5000)}  # more than a block of draws: no sample comes twice within it
+    sources = {"few": source_of(40, 1), "many": source_of(60, 2)}  # 72 draws, about 36 of each
     sampler, rows = sampler_of(sources), []
     for rank in range(4):
         with feed_of(sampler, sources, rank, 4) as feed:

@@ -29,7 +29,7 @@ def _epochs(order: list[tuple[str, int, int]], name: str) -> list[list[int]]:
 
 def test_p39_an_epoch_visits_each_sample_once_and_epochs_differ() -> None:
     sampler = sampler_of({"only": source_of(1024)}, sequences=64)
-    epochs = _epochs(_order(sampler, range(64)), "only")  # one block of draws: four epochs
+    epochs = _epochs(_order(sampler, range(64)), "only")  # 4,096 draws: four epochs
     assert [sorted(epoch) for epoch in epochs] == [list(range(1024))] * 4
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert list(range(1024)) not in epochs
@@ -41,8 +41,9 @@ def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
     for name, size, num_whole in (("few", 100, 20), ("many", 700, 2)):
         epochs = _epochs(order, name)
         assert len(epochs) == num_whole + 1
-        # Within a block the numbered draws of a source come shuffled, so epochs overlap at their borders.
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs[:num_whole])
+        times = [epoch for source, epoch, _ in order if source == name]
+        assert times == sorted(times)  # one epoch after another
     assert Counter(name for name, _, _ in order) == {"few": 2048, "many": 2048}
 
 
@@ -57,10 +58,13 @@ def test_p03_a_resume_inside_a_later_epoch_reads_what_the_run_would_have_read() 
 
 def test_p03_no_offset_of_a_resume_is_left_in_later_epochs() -> None:
     """The epochs during and after a resume are whole: their first part is read too."""
-    sources = {"only": source_of(1024)}
-    before = _order(sampler_of(sources, sequences=64), range(20))  # into the second epoch
-    after = _order(sampler_of(sources, sequences=64), range(20, 64))
-    assert [sorted(epoch) for epoch in _epochs(before + after, "only")] == [list(range(1024))] * 4
+    sources = {"few": source_of(100, 1), "many": source_of(700, 2)}
+    for resume in (1, 20, 63, 64, 65, 100):
+        before = _order(sampler_of(sources, sequences=64), range(resume))
+        after = _order(sampler_of(sources, sequences=64), range(resume, 128))
+        for name, size in (("few", 100), ("many", 700)):
+            epochs = _epochs(before + after, name)
+            assert [sorted(epoch) for epoch in epochs[:-1]] == [list(range(size))] * (4096 // size)
 
 
 def test_p06_the_work_of_finding_a_batch_does_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +80,10 @@ def test_p06_the_work_of_finding_a_batch_does_not_depend_on_the_step(monkeypatch
     work = []
     for step in (10, 1_000_000):
         elements.clear()
+        mixture._layout.cache_clear()
         sampler.ids(step, NO_SKIPS)
-        work.append(sum(elements))
-    assert work == [48, 48]  # the 24 draws of a batch, once for the source and once for its sample
+        work.append((sum(elements), mixture._layout.cache_info().misses))
+    assert work == [(24, 1)] * 2  # the sample of each of the 24 draws, and the layout of their block
 
 
 def test_another_seed_is_another_order_of_the_same_samples() -> None:
