@@ -1,14 +1,15 @@
-"""Which source, and which sample of it, each draw of a mixture reads: of one cost anywhere, and exact at every split.
+"""Which source, and which sample of it, each draw of a mixture reads: one cost anywhere, exact at every split.
 
 Draws come in blocks of 4,096. In each block every source has the same whole number of draws (its quota, by
 largest remainder), and the places within the block are shuffled under a key of the block's own. Whoever asks
-for a draw lays its block out: 4,096 places are few, and then the draws of a source are numbered 0, 1, 2, ... in
-the order in which they are read, so that an epoch visits each sample once before the next one begins.
+for a draw lays its block out: 4,096 places are few, and then the draws of a source are numbered 0, 1, 2, ...
+in the order in which they are read, so that an epoch visits each sample once before the next one begins.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,15 @@ class Mixture:
 
         Each source's draws are numbered 0, 1, 2, ... in the order of the draws.
         """
-        draws = np.asarray(draws).astype(np.uint64)
+        number: Words = draws.astype(np.uint64)
         if len(self.names) == 1:
-            return np.zeros(draws.shape, dtype=np.int64), draws
-        source, number = np.empty(draws.shape, dtype=np.int64), np.empty_like(draws)
-        block, place = draws // np.uint64(BLOCK_DRAWS), draws % np.uint64(BLOCK_DRAWS)
+            return np.zeros(len(draws), dtype=np.int64), number
+        source = np.empty(len(draws), dtype=np.int64)
+        block, place = number // np.uint64(BLOCK_DRAWS), number % np.uint64(BLOCK_DRAWS)
         quotas = np.asarray(self.quotas, dtype=np.uint64)
         # Neighbors share a block: one layout for each stretch of them.
-        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), draws.size]
-        for first, end in zip(edges[:-1], edges[1:], strict=True):
+        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(draws)]
+        for first, end in pairwise(edges):
             if first < end:
                 sources, earlier = _layout(self.quotas, self.key, int(block[first]))
                 places = place[first:end]
@@ -60,7 +61,7 @@ class Mixture:
 
 @lru_cache(maxsize=_BLOCKS_KEPT)
 def _layout(quotas: tuple[int, ...], key: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """The source of each place of a block, and how many earlier places of it read the same: [BLOCK_DRAWS] each."""
+    """The source of each place of a block, and how many earlier places read the same: [BLOCK_DRAWS] each."""
     block_key = int(derive_keys(key, np.array([block], dtype=np.uint64))[0])
     places = np.arange(BLOCK_DRAWS, dtype=np.uint64)
     # A shuffle by sorting random words. Each holds its place in its low bits, so that no two are equal.
@@ -100,7 +101,7 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     if small:
         raise InputError(
             f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of all, less than one "
-            f"draw in {BLOCK_DRAWS}; the smallest sure to be drawn is {smallest:.3g}: raise it, or leave it out"
+            f"draw in {BLOCK_DRAWS}; the least sure to be drawn is {smallest:.3g}: raise it, or leave it out"
             for at in small
         )
     return Mixture(names=names, quotas=quotas, key=key)

@@ -32,7 +32,7 @@ def make_validation_set(name: str, source: TokenSource, seq_len: int, tokens: in
 
 
 def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
-    """This rank's micro-batches. Every rank gets as many: rows that are too few are filled with ignored labels."""
+    """This rank's micro-batches. Every rank gets as many: missing rows are filled with ignored labels."""
     per_round = world.size * micro_sequences
     for start in range(0, len(chosen.indices), per_round):
         first = start + world.rank * micro_sequences
