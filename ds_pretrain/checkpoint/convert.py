@@ -36,7 +36,14 @@ from ds_pretrain.checkpoint.universal_layout import (
     workspace_of,
 )
 from ds_pretrain.errors import InputError, RunError
-from ds_pretrain.files import available_memory_bytes, checksum, free_bytes, sync_folder, write_atomic
+from ds_pretrain.files import (
+    available_memory_bytes,
+    checksum,
+    free_bytes,
+    sync_folder,
+    write_atomic,
+    write_point,
+)
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -92,13 +99,19 @@ def convert(folder: Path) -> Path:
             shutil.rmtree(leftover)
     result = workspace / target.name  # DeepSpeed writes `latest_universal` beside it: into the workspace
     result.mkdir(parents=True)
+    write_point("convert_begin")
     _run_tool(folder, result, source)
+    write_point("convert_check")
     steps = _steps(source, folder)
     _finish_parameters(source, result / "zero", steps)
+    write_point("convert_global")
     _write_global(source, result)
     _carry_over(folder, result)
+    write_point("convert_manifest")
     write_atomic(result / UNIVERSAL_MANIFEST, _sealed(folder, result, source, steps).to_json())
+    write_point("convert_publish")
     result.rename(target)
+    write_point("convert_clean")
     sync_folder(target.parent)
     shutil.rmtree(workspace)
     return target

@@ -1,7 +1,9 @@
 """What fits, what is refused, and a conversion that is torn, stale, damaged, slow or wrong."""
 
 import argparse
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +16,7 @@ import torch
 
 from ds_pretrain.checkpoint import convert, universal
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
+from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.universal_layout import (
     Group,
     UniversalManifest,
@@ -26,7 +29,7 @@ from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World
 from tests.checkpoint.test_store import MANIFEST as SAVED
-from tests.ranks import run_ranks
+from tests.ranks import KILLED, run_ranks
 from tests.scenario import deepspeed_json
 
 STEP = 5
@@ -82,23 +85,22 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
     return folder
 
 
+def _in_this_process(folder: Path, result: Path, _: Any) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    words = {"input_folder": str(folder), "output_folder": str(result), "keep_temp_folder": False}
+    words |= {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(argparse.Namespace(**words))
+
+
 @pytest.fixture(autouse=True)
 def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """DeepSpeed's tool called here: its own process takes seconds to start. Lists what was converted."""
-    from deepspeed.checkpoint import ds_to_universal
-
     calls: list[Path] = []
 
-    def call(folder: Path, result: Path, _: Any) -> None:
+    def call(folder: Path, result: Path, source: Any) -> None:
         calls.append(folder)
-        words = {"input_folder": str(folder), "output_folder": str(result), "keep_temp_folder": False}
-        words |= {
-            "num_extract_workers": 1,
-            "num_merge_workers": 1,
-            "strict": True,
-            "inject_missing_state": True,
-        }
-        ds_to_universal.main(argparse.Namespace(**words))
+        _in_this_process(folder, result, source)
 
     monkeypatch.setattr(convert, "_run_tool", call)
     return calls
@@ -194,6 +196,37 @@ def test_a_torn_damaged_or_stale_conversion_is_named_and_done_again(
     _, [message] = _prepared(folder)
     assert message.endswith("which verifies")
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
+
+
+def _killed_at(world: World, folder: str, point: str) -> None:
+    def kill(name: str) -> None:
+        if name == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert._run_tool = _in_this_process
+    convert.write_point = kill
+    convert.convert(Path(folder))
+
+
+@pytest.mark.parametrize("point", ["begin", "check", "global", "manifest", "publish", "clean"])
+def test_a_conversion_killed_at_any_point_is_done_again_or_was_complete(
+    tmp_path: Path, tool_in_this_process: list[Path], point: str
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    assert run_ranks(_killed_at, 1, str(folder), f"convert_{point}", allow_kill=True) == [KILLED]
+    assert cache_of(folder).exists() == (point == "clean")
+    assert workspace_of(folder).exists()
+    found, _ = _prepared(folder)
+    assert len(tool_in_this_process) == (0 if point == "clean" else 1)
+    assert universal.opened(found.folder, ["rng"], World(), lambda message: None).state == RunState(STEP)
+
+
+def test_pruning_a_checkpoint_prunes_its_universal_form(tmp_path: Path) -> None:
+    for folder in (write_checkpoint(tmp_path), tmp_path / "step_000000009"):
+        folder.mkdir(exist_ok=True)
+        cache_of(folder).mkdir()
+    prune(tmp_path, keep=1, keep_every_steps=None, tell=print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000009", "step_000000009.universal"]
 
 
 def test_p15_a_checkpoint_before_the_first_update_is_refused_with_a_way_out(tmp_path: Path) -> None:
