@@ -18,7 +18,7 @@ check: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(DATA)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ds_pretrain needs Python 3.11 or newer, found " + sys.version)'

@@ -39,6 +39,7 @@ from ds_pretrain.opening import open_feed, open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.state import RunState
+from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects
 
@@ -141,7 +142,7 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
         return engine
 
     with patch.object(train_module, "open_run_engine", open_in_turn), StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop)
+        train_module.train(plan, world, stop, RunLock(plan))
     return in_turn[0].ours[1:], in_turn[0].bare[1:]
 
 

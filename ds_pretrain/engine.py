@@ -103,9 +103,15 @@ def initialize_distributed(world: World) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if world.size > 1:
         deepspeed.init_distributed(backend, verbose=False)
-    else:  # no launcher: a group of one may take any port
+    else:  # perhaps without a launcher; a group of one may take any port
+        world.to_environment()
         deepspeed.init_distributed(
-            backend, verbose=False, init_method="tcp://127.0.0.1:0", rank=0, world_size=1
+            backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            init_method="tcp://127.0.0.1:0",
+            rank=0,
+            world_size=1,
         )
 
 

@@ -1,17 +1,34 @@
 """The run directory: which run it holds, how often it was started, and what a start may not change."""
 
+import fcntl
 import json
+import os
+import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.plan import Plan, changed_fields
+from ds_pretrain.rank_files import save_file, stop_file
 
 _FILE = "run.json"
+_LOCK = ".run.lock"
+# What a launch leaves in a directory before there is a record.
+_OURS_BEFORE_THE_RECORD = {
+    _LOCK,
+    ".launch.lock",
+    "launches.jsonl",
+    "deepspeed_env",
+    "ranks",
+    "exit_code.json",
+} | {
+    stop_file(Path()).name,
+    save_file(Path()).name,
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,7 @@ class RunRecord:
     wandb_id: str
     saved_step: int | None  # of the newest checkpoint ever published
     changes: tuple[Mapping[str, Any], ...] = ()  # what `accept_changes` let through, and at which attempt
+    overrides: tuple[str, ...] = ()  # of the command line, at the last start
 
 
 def read_record(out: Path) -> RunRecord | None:
@@ -31,7 +49,8 @@ def read_record(out: Path) -> RunRecord | None:
     path = out / _FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return RunRecord(**{**data, "changes": tuple(data["changes"])})
+        lists = {key: tuple(data[key]) for key in ("changes", "overrides")}
+        return RunRecord(**{**data, **lists})
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -55,8 +74,22 @@ def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
         return list(error.problems)
     if problem := folder_problem(plan.out, f"{plan.run_path}: out"):
         return [problem]
-    if record is None:
+    return _foreign_files(plan) if record is None else _differences(plan, record, data)
+
+
+def _foreign_files(plan: Plan) -> list[str]:
+    """A folder with files of somebody's is no run directory: training would write over them."""
+    names = {path.name for path in plan.out.iterdir()} if plan.out.is_dir() else set()
+    foreign = sorted(names - _OURS_BEFORE_THE_RECORD)
+    if not foreign or "checkpoints" in names:  # with checkpoints it is a run that lost its record
         return []
+    return [
+        f"{plan.run_path}: out = {plan.out} holds files that are not of a run ({', '.join(foreign[:5])}"
+        f"{', ...' if len(foreign) > 5 else ''}); give an empty or a new folder"
+    ]
+
+
+def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[str]:
     if record.name != plan.run.name:
         return [
             f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; "
@@ -75,44 +108,98 @@ def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
     ]
 
 
-def is_of_this_run(plan: Plan) -> bool:
-    """True if the run directory holds this run; False if it is new, of another run, or cannot be read."""
-    try:
-        record = read_record(plan.out)
-    except InputError:
-        return False
-    return record is not None and record.name == plan.run.name
+class RunLock:
+    """Holds the run directory for one start, on rank 0: however it was launched, a second one is refused."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._path, self._setting = plan.out / _LOCK, f"{plan.run_path}: out"
+        self._file: TextIO | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """True if the run directory is this start's to write to."""
+        return self._file is not None
+
+    def take(self) -> None:
+        """Hold it until `release`, or until this process ends. The directory is created if need be.
+
+        Raises:
+            InputError: it cannot be written, or another start of the run lives.
+        """
+        ensure_writable_folder(self._path.parent, self._setting)
+        file = self._path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise InputError(
+                f"{self._path.parent}: this run is running already ({owner}); stop it with "
+                f"`touch {stop_file(self._path.parent)}` and wait, or give another `out`"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let another start have it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def claim(
-    plan: Plan, data: Mapping[str, str], found_step: int | None, found_wandb_id: str | None = None
-) -> RunRecord:
-    """Count one more start of the run in its directory, which is created if need be. On rank 0 only.
+@dataclass(frozen=True)
+class KnownRun:
+    """What a checkpoint remembers of its run: enough to go on where `run.json` was lost."""
 
-    `found_step` and `found_wandb_id` are those of the checkpoint to go on from, None if there is none.
+    step: int
+    attempt: int
+    wandb_id: str | None
+    identity: Mapping[str, Any]
+
+
+def claim(plan: Plan, data: Mapping[str, str], known: KnownRun | None) -> RunRecord:
+    """Count one more start of the run in its directory. On rank 0 only, which holds the lock.
+
+    `known` is what the checkpoint to go on from remembers, None if there is none.
 
     Raises:
-        InputError: the directory cannot be written, holds another run, or has lost its checkpoints.
+        InputError: the directory or the checkpoint is of another run, or the checkpoints are lost.
     """
     problems = directory_problems(plan, data)
     if problems:
         raise InputError(problems)
+    identity = json.loads(json.dumps(plan.identity(data)))
     before = read_record(plan.out)
-    if before is not None and before.saved_step is not None and found_step is None:
+    if before is None and known is not None:
+        wandb_id = known.wandb_id or uuid.uuid4().hex[:12]
+        before = RunRecord(
+            str(known.identity.get("name")), known.identity, known.attempt, wandb_id, known.step
+        )
+        if problems := _differences(plan, before, data):
+            raise InputError(problems)
+    if before is not None and before.saved_step is not None and known is None:
         raise InputError(
             f"{plan.out} had a checkpoint at step {before.saved_step:,} and now has none; a run never "
             "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
         )
-    ensure_writable_folder(plan.out, f"{plan.run_path}: out")
-    identity = json.loads(json.dumps(plan.identity(data)))
-    wandb_id = found_wandb_id or uuid.uuid4().hex[:12]
-    record = before or RunRecord(plan.run.name, identity, 0, wandb_id, None)
+    record = before or RunRecord(plan.run.name, identity, 0, uuid.uuid4().hex[:12], None)
     attempt = record.attempt + 1
     changes = [
         {"attempt": attempt, "field": path, "old": old, "new": new}
         for path, (old, new) in changed_fields(record.identity, identity).items()
     ]
-    record = replace(record, attempt=attempt, identity=identity, changes=(*record.changes, *changes))
+    record = replace(
+        record,
+        attempt=attempt,
+        identity=identity,
+        changes=(*record.changes, *changes),
+        overrides=plan.overrides,
+    )
     write_record(plan.out, record)
     return record
 

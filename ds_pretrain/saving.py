@@ -127,6 +127,7 @@ class Saver:
             attempt=self._record.attempt,
             wandb_id=self._record.wandb_id,
             overrides=self._plan.overrides,
+            identity=self._record.identity,
             files={},
         )
 

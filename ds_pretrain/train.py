@@ -28,7 +28,7 @@ from ds_pretrain.opening import (
 )
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.rank_files import record_exit, record_rank
-from ds_pretrain.run_directory import claim, is_of_this_run
+from ds_pretrain.run_directory import KnownRun, RunLock, claim
 from ds_pretrain.saving import Saver
 from ds_pretrain.state import RunState
 from ds_pretrain.step import evaluate, measure, take_step
@@ -38,7 +38,7 @@ from ds_pretrain.world import World, barrier, from_main
 Shared = TypeVar("Shared")
 
 
-def train(plan: Plan, world: World, stop: StopSignal) -> None:
+def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
     """Train to the last step, surviving preemption: the run goes on where its newest checkpoint stands.
 
     Raises:
@@ -47,11 +47,11 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
         NoProgress: every update of this start was dropped.
     """
     inputs = prepare_inputs(plan, world)
+    _shared(world, lock.take)
     found = store.find(plan.out / "checkpoints", world, _tell(world))
     _refuse_past_end(found, plan)
     found = found and store.fitted(found, plan.deepspeed, world, _tell(world))
-    known = (found.state.step, found.manifest.wandb_id) if found else (None, None)
-    record = _shared(world, lambda: claim(plan, inputs.data, *known))
+    record = _shared(world, lambda: claim(plan, inputs.data, _known(found)))
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     if found is not None and found.state.step == plan.last_step:
@@ -74,6 +74,12 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
             monitor.step(step)
             state = state.after_step()
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
+            if state.step == plan.last_step and not num_applied:
+                raise NoProgress(
+                    f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); "
+                    "nothing was learned since the checkpoint that this start began from: lower schedule.peak, "
+                    "or check the data"
+                )
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
             saver.advance(asked.stages)
@@ -86,11 +92,6 @@ def train(plan: Plan, world: World, stop: StopSignal) -> None:
                     f"stopped after step {state.step:,}, saved; the same command goes on from there"
                 )
         saver.finish()
-    if num_attempted and not num_applied:
-        raise NoProgress(
-            f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); nothing was "
-            "learned since the checkpoint that this start began from: lower schedule.peak, or check the data"
-        )
 
 
 def validation_due(plan: Plan, state: RunState) -> bool:
@@ -115,10 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         _tell(world)(error)
         return error.exit_code
+    lock = RunLock(plan)
     with StopSignal(plan.out, world) as stop:
         try:
             initialize_distributed(world)
-            train(plan, world, stop)
+            train(plan, world, stop, lock)
             code = EXIT_FINISHED
         except RunError as error:
             _tell(world)(error)
@@ -126,14 +128,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             code = EXIT_FAILED
-        if world.is_main and is_of_this_run(plan):
-            record_exit(
-                plan.out, code
+        if lock.is_held:
+            _record_exit(
+                plan, code
             )  # while SIGTERM is only noted: the launcher ends us when a peer has ended
     if code == EXIT_FINISHED:
         barrier(world)
         dist.destroy_process_group()
     return code
+
+
+def _record_exit(plan: Plan, code: int) -> None:
+    try:
+        record_exit(plan.out, code)
+    except OSError as error:
+        say(sys.stderr, f"ds_pretrain: exit code {code} could not be written to {plan.out}: {error}")
+
+
+def _known(found: store.Found | None) -> KnownRun | None:
+    if found is None:
+        return None
+    manifest = found.manifest
+    return KnownRun(manifest.step, manifest.attempt, manifest.wandb_id, manifest.identity)
 
 
 def _resume(

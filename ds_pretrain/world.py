@@ -35,6 +35,12 @@ class World:
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
 
+    def to_environment(self) -> None:
+        """Say the same in the variables that libraries read, where no launcher has set them."""
+        values = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank, "LOCAL_SIZE": 1}
+        for name, value in values.items():
+            os.environ.setdefault(name, str(value))
+
 
 def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
     """One row of numbers from each rank: [num_ranks, len(row)], the same bits everywhere. Collective."""
@@ -52,7 +58,7 @@ def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """One picklable value from each rank, in rank order. Collective; for start-up and saves, not for steps."""
+    """One picklable value from each rank, in rank order. Collective; not for every step."""
     if world.size == 1:
         return [value]
     import torch.distributed as dist

@@ -105,6 +105,7 @@ def below_a_file(folder: Path) -> list[str]:
 
 def start_there(folder: Path) -> None:
     plan = load_plan(folder / "run.toml")
+    plan.out.mkdir()
     claim(plan, open_inputs(plan).data, None)
 
 
@@ -145,7 +146,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "a wrong type": (
         overriding('seed="seven"'),
-        ("FOLDER/run.toml: `seed` = 'seven': Input should be a valid integer",),
+        ('FOLDER/run.toml: `seed` = "seven": expected a whole number',),
     ),
     "a duration without a unit": (
         overriding("schedule.length=2000"),

@@ -11,10 +11,11 @@ from ds_pretrain.errors import InputError
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.run_directory import (
+    KnownRun,
+    RunLock,
     RunRecord,
     claim,
     directory_problems,
-    is_of_this_run,
     note_saved,
     read_record,
 )
@@ -22,7 +23,14 @@ from tests.scenario import make_run, write_corpus
 
 
 def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
-    return claim(load_plan(run_file, overrides), {}, found_step)
+    known = None if found_step is None else KnownRun(found_step, 1, None, {})
+    plan = load_plan(run_file, overrides)
+    lock = RunLock(plan)
+    lock.take()
+    try:
+        return claim(plan, {}, known)
+    finally:
+        lock.release()
 
 
 def refusal(run_file: Path, *overrides: str, found_step: int | None = None) -> str:
@@ -40,7 +48,7 @@ def test_the_first_start_creates_the_directory_and_each_start_is_counted(tmp_pat
     second = start(run_file)
     assert second == RunRecord("tiny", first.identity, 2, first.wandb_id, None)
     assert read_record(tmp_path / "out") == second
-    assert os.listdir(tmp_path / "out") == ["run.json"]
+    assert sorted(os.listdir(tmp_path / "out")) == [".run.lock", "run.json"]
 
 
 def test_a_saved_step_only_grows(tmp_path: Path) -> None:
@@ -99,14 +107,43 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     assert message == expected
 
 
-def test_only_the_directory_of_the_same_run_is_ours(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_while_the_first_lives_however_it_was_launched(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path))
+    first, second = RunLock(plan), RunLock(plan)
+    first.take()
+    with pytest.raises(InputError, match=rf"running already \(pid {os.getpid()} on .*touch .*out/stop"):
+        second.take()
+    assert first.is_held
+    assert not second.is_held
+    first.release()
+    second.take()
+    assert second.is_held
+    second.release()
+
+
+def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    assert not is_of_this_run(load_plan(run_file))
-    start(run_file)
-    assert is_of_this_run(load_plan(run_file))
-    assert not is_of_this_run(load_plan(run_file, ["name=other"]))
-    (tmp_path / "out" / "run.json").write_text("{")
-    assert not is_of_this_run(load_plan(run_file))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stop").touch()  # what a launch leaves is no reason
+    assert directory_problems(load_plan(run_file), {}) == []
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    [problem] = directory_problems(load_plan(run_file), {})
+    assert "holds files that are not of a run (precious.txt); give an empty or a new folder" in problem
+
+
+def test_a_lost_record_is_made_again_from_the_checkpoint_and_compared(tmp_path: Path) -> None:
+    """Without run.json the checkpoint says which run it is: another one may not go on from it."""
+    run_file = make_run(tmp_path)
+    first = start(run_file)
+    known = KnownRun(40, 3, first.wandb_id, first.identity)
+    (tmp_path / "out" / "run.json").unlink()
+    (tmp_path / "out" / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="holds the run 'tiny', and .* is 'other'"):
+        claim(load_plan(run_file, ["name=other"]), {}, known)
+    with pytest.raises(InputError, match="`seed` is 8"):
+        claim(load_plan(run_file, ["seed=8"]), {}, known)
+    record = claim(load_plan(run_file), {}, known)
+    assert (record.attempt, record.wandb_id, record.saved_step) == (4, first.wandb_id, 40)
 
 
 # An override of the second start, the field that it changes, and whether accept_changes can let it through.
@@ -205,6 +242,7 @@ def test_p05_data_that_changed_is_refused_and_a_corpus_that_moved_is_not(tmp_pat
     run_file = make_run(tmp_path)
     plan = load_plan(run_file)
     data = open_inputs(plan).data
+    plan.out.mkdir()
     claim(plan, data, None)
 
     for ending in ("bin", "idx", "json"):

@@ -1,10 +1,14 @@
 """Names in a checkpoint folder, and the manifest that makes a folder a checkpoint."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
@@ -37,10 +41,12 @@ class Manifest:
     attempt: int
     wandb_id: str | None
     overrides: tuple[str, ...]
+    identity: Mapping[str, Any]  # of the run: what another start must agree with
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        """Text that `parse_manifest` reads; it carries a checksum of itself."""
+        return seal({"version": _VERSION, **asdict(self)})
 
     @property
     def total_bytes(self) -> int:
@@ -50,20 +56,38 @@ class Manifest:
 def parse_manifest(text: str) -> Manifest:
     """Read a manifest. Raises ValueError if it is not one, or if a name in it would leave the folder."""
     data = json.loads(text)
-    if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
-        raise ValueError("its manifest has a version that this program does not know")
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        raise UnknownVersion("its manifest has a version that this program does not know")
+    if data.pop("sha256", None) != _digest(data):
+        raise ValueError("its manifest does not match its own checksum")
+    del data["version"]
     try:
-        files = {name: FileEntry(**entry) for name, entry in data.pop("files").items()}
-        manifest = Manifest(**{**data, "overrides": tuple(data["overrides"])}, files=files)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its manifest lacks or does not know a field ({error})") from None
-    for name, entry in files.items():
+        manifest: Manifest = TypeAdapter(Manifest).validate_json(
+            json.dumps(data), strict=True, extra="forbid"
+        )
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(f"its manifest lacks or does not know a field ({where})") from None
+    for name in manifest.files:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ValueError(f"its manifest names {name!r}, which lies outside the folder")
-        if not (isinstance(entry.bytes, int) and isinstance(entry.sha256, str)):
-            raise ValueError(f"its manifest does not give {name!r} a size and a checksum")
+    if RUN_STATE not in manifest.files:
+        raise ValueError(f"its manifest does not list {RUN_STATE}")
     return manifest
+
+
+class UnknownVersion(ValueError):
+    """A newer program may know it: not a broken checkpoint."""
+
+
+def seal(fields: Mapping[str, Any]) -> str:
+    """The text of a manifest with these fields, and their checksum."""
+    return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def step_name(step: int) -> str:

@@ -68,14 +68,23 @@ class Snapshot:
 
 
 def write_summed(path: Path, value: Any) -> FileEntry:
-    """Write bytes, or anything that torch can save, to `path`; synced, and summed while it streams."""
+    """Write bytes, or anything that torch can save, to `path`; synced, and summed while it streams.
+
+    Raises:
+        OSError: as the file system said it; torch alone would hide it behind a message of its own.
+    """
     write_point(f"write {path.name}")
     with path.open("wb") as file:
         summed = _Summed(file)
-        if isinstance(value, bytes):
-            summed.write(value)
-        else:
-            torch.save(value, cast(BinaryIO, summed))
+        try:
+            if isinstance(value, bytes):
+                summed.write(value)
+            else:
+                torch.save(value, cast(BinaryIO, summed))
+        except RuntimeError:
+            if summed.error is not None:
+                raise summed.error from None
+            raise
         file.flush()
         write_point(f"sync {path.name}")
         os.fsync(file.fileno())
@@ -83,16 +92,21 @@ def write_summed(path: Path, value: Any) -> FileEntry:
 
 
 class _Summed:
-    """A file that is only written forwards, and knows its checksum."""
+    """A file that is only written forwards, and knows its checksum and its error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.num_bytes = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.num_bytes += len(data)
         return len(data)
 

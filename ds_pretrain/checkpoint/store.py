@@ -15,6 +15,7 @@ from ds_pretrain.checkpoint.layout import (
     MANIFEST,
     RUN_STATE,
     Manifest,
+    UnknownVersion,
     owner,
     parse_manifest,
     published,
@@ -65,14 +66,13 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
     """
     candidates: list[Path] = from_main(world, published(root))
     for folder in candidates:
-        reasons = [r for r in gather_objects(world, _broken_reason(folder, world)) if r is not None]
-        if not reasons:
+        reason = _verdict(folder, world)
+        if reason is None:
             return _open(folder)
-        _on_main(world, partial(_set_aside, folder, reasons[0], tell))
-    if candidates:
+        _on_main(world, partial(_set_aside, folder, reason, tell))
+    if candidates or from_main(world, any(root.glob(f"step_*{BROKEN}*"))):
         raise InputError(
-            f"none of the {len(candidates)} checkpoints in {root} verifies (each is named above and set aside as "
-            f"*{BROKEN}); a run never silently starts again at step 0: put an intact checkpoint back, or give "
+            f"no checkpoint in {root} verifies (each that does not was named and set aside as *{BROKEN}); a run never silently starts again at step 0: put an intact checkpoint back, or give "
             "the run file a new `out`"
         )
     return None
@@ -122,27 +122,50 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
 
 
 def _broken_reason(folder: Path, world: World) -> str | None:
-    """Why a folder is no checkpoint, as far as this rank can tell: all sizes, and the checksums of its own files."""
+    """Why a folder is no checkpoint, as far as this rank can tell: all sizes, the checksums of its own files.
+
+    Raises:
+        OSError: the disk did not answer, which says nothing about the checkpoint.
+    """
     try:
         manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "it has no manifest"
-    except (OSError, ValueError) as error:
-        return f"its manifest cannot be read: {error}"
-    for name, entry in manifest.files.items():
-        try:
+        if manifest.step != step_of(folder.name):
+            return f"its manifest is of step {manifest.step:,}"
+        for name, entry in manifest.files.items():
             found = (folder / name).stat().st_size
-        except OSError as error:
-            return f"{name} is listed and cannot be read ({error.strerror})"
-        if found != entry.bytes:
-            return f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
-    try:
+            if found != entry.bytes:
+                return f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
         for name, entry in manifest.files.items():
             if owner(name) % world.size == world.rank and checksum(folder / name) != entry.sha256:
                 return f"the checksum of {name} does not match the manifest"
-    except OSError as error:
-        return f"{name} cannot be read to its end ({error.strerror})"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        lost = Path(str(error.filename)).name
+        return (
+            "it has no manifest"
+            if lost == MANIFEST
+            else f"{lost} is listed and cannot be read ({error.strerror})"
+        )
+    except UnknownVersion:
+        raise
+    except ValueError as error:
+        return f"its manifest cannot be read: {error}"
     return None
+
+
+def _verdict(folder: Path, world: World) -> str | None:
+    """The reason why any rank finds it broken. Collective. Raises where a rank could not tell."""
+    reason = unclear = None
+    try:
+        reason = _broken_reason(folder, world)
+    except (OSError, UnknownVersion) as error:
+        unclear = f"rank {world.rank}: {error}"
+    told = gather_objects(world, (reason, unclear))
+    if doubts := [doubt for _, doubt in told if doubt is not None]:
+        raise RunError(
+            f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use the program "
+            "that wrote it, and start again"
+        )
+    return next((reason for reason, _ in told if reason is not None), None)
 
 
 def _open(folder: Path) -> Found:

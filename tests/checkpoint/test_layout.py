@@ -13,6 +13,7 @@ from ds_pretrain.checkpoint.layout import (
     owner,
     parse_manifest,
     published,
+    seal,
     step_name,
     step_of,
 )
@@ -28,22 +29,24 @@ MANIFEST = Manifest(
     attempt=1,
     wandb_id="abc",
     overrides=("seed=8",),
-    files={"run.toml": FileEntry(5, "00"), "rng/rank_00001.pt": FileEntry(7, "11")},
+    identity={"name": "tiny"},
+    files={"run_state.json": FileEntry(5, "00"), "rng/rank_00001.pt": FileEntry(7, "11")},
 )
+FIELDS = {key: value for key, value in json.loads(MANIFEST.to_json()).items() if key != "sha256"}
 
 
 def _changed(**changes: Any) -> str:
-    return json.dumps(json.loads(MANIFEST.to_json()) | changes)
+    return seal(FIELDS | changes)
 
 
 def _without(key: str) -> str:
-    return json.dumps({name: value for name, value in json.loads(MANIFEST.to_json()).items() if name != key})
+    return seal({name: value for name, value in FIELDS.items() if name != key})
 
 
 def test_a_manifest_reads_back_as_it_was_written() -> None:
     assert parse_manifest(MANIFEST.to_json()) == MANIFEST
     assert MANIFEST.total_bytes == 12
-    assert parse_manifest(replace(MANIFEST, wandb_id=None, files={}).to_json()).wandb_id is None
+    assert parse_manifest(replace(MANIFEST, wandb_id=None).to_json()).wandb_id is None
 
 
 @pytest.mark.parametrize(
@@ -55,14 +58,17 @@ def test_a_manifest_reads_back_as_it_was_written() -> None:
         ("7", "a version that this program does not know"),
         (_changed(version=2), "a version that this program does not know"),
         (_without("version"), "a version that this program does not know"),
-        (_without("files"), "lacks or does not know a field .'files'"),
+        (_without("files"), "lacks or does not know a field .files"),
         (_without("step"), "lacks or does not know a field"),
         (_without("overrides"), "lacks or does not know a field"),
         (_changed(color="red"), "lacks or does not know a field .*color"),
         (_changed(files=["a"]), "lacks or does not know a field"),
         (_changed(files={"a": {"bytes": 1}}), "lacks or does not know a field .*sha256"),
-        (_changed(files={"a": {"bytes": "1", "sha256": "0"}}), "does not give 'a' a size and a checksum"),
-        (_changed(files={"a": {"bytes": 1, "sha256": None}}), "does not give 'a' a size and a checksum"),
+        (_changed(files={"a": {"bytes": "1", "sha256": "0"}}), "lacks or does not know a field .*a.bytes"),
+        (_changed(files={"a": {"bytes": 1, "sha256": None}}), "lacks or does not know a field .*a.sha256"),
+        (_changed(world_size="2"), "lacks or does not know a field .world_size"),
+        (_changed(files={"a": {"bytes": 1, "sha256": "0"}}), "does not list run_state.json"),
+        (MANIFEST.to_json().replace('"step": 3', '"step": 9'), "does not match its own checksum"),
     ],
 )
 def test_what_is_no_manifest_is_refused_with_its_reason(text: str, reason: str) -> None:
@@ -70,7 +76,7 @@ def test_what_is_no_manifest_is_refused_with_its_reason(text: str, reason: str) 
         parse_manifest(text)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../step_000000001/run.toml", "rng/../../x"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../step_000000001/run.toml", "rng/../../x", "a\0b"])
 def test_a_name_that_leaves_the_folder_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="which lies outside the folder"):
         parse_manifest(_changed(files={name: {"bytes": 1, "sha256": "0"}}))

@@ -13,6 +13,7 @@ from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import ZeroEngine
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
+from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
 
@@ -68,7 +69,7 @@ def run_rank(
     patch.setattr(opening, "Monitor", KillingMonitor)
     plan = load_plan(run_file, overrides)
     with StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop)
+        train_module.train(plan, world, stop, RunLock(plan))
     return engines[-1].digest(), rates, samples
 
 
