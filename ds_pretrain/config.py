@@ -5,13 +5,12 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 `Plan` (plan.py) computes it.
 """
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,7 +20,10 @@ from pydantic import (
     ValidationError,
 )
 
+from ds_pretrain.complaints import explain
 from ds_pretrain.errors import InputError
+from ds_pretrain.paths import path_text, source_prefix
+from ds_pretrain.reading import shown
 from ds_pretrain.schedules import Shape
 from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
 
@@ -48,7 +50,7 @@ def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f'{value!r} has no unit; write it as text with one, like "2000 steps"')
+        raise ValueError(f'{shown(value)} has no unit; write it as text with one, like "2000 steps"')
     return value
 
 
@@ -61,7 +63,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _as_tuple(value)
+    return _as_tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _source(value: Any) -> Any:
@@ -72,16 +74,19 @@ Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
+FilePath = Annotated[str, AfterValidator(path_text)]
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=10**12)]
+Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite
 
 
 class ModelSection(Section):
     """Which model, and what is added to it."""
 
-    config: str  # a Hugging Face config.json
+    config: FilePath  # a Hugging Face config.json
     qk_norm: bool = False
     z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
     recompute: bool = False
@@ -126,7 +131,10 @@ class BatchSection(Section):
 class SourceSection(Section):
     """A `.bin`/`.idx` pair, named by their common prefix."""
 
-    path: str
+    path: Annotated[str, AfterValidator(source_prefix)]
+
+
+Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
 
 
 class PhaseSection(Section):
@@ -134,14 +142,14 @@ class PhaseSection(Section):
 
     name: Name
     seq_len: Count
-    mixture: dict[str, Positive]
+    mixture: dict[str, Weight]
 
 
 class ValidationSection(Section):
     """Fixed batches, the same at every validation."""
 
     every: Length
-    sources: dict[str, Annotated[SourceSection, BeforeValidator(_source)]]
+    sources: Sources
     tokens: BatchTokens  # of each source
 
 
@@ -159,21 +167,21 @@ class MonitorSection(Section):
 
     every: Count = 10
     wandb: Literal["off", "offline", "online"] = "off"
-    wandb_project: str = "ds_pretrain"
+    wandb_project: Text = "ds_pretrain"
 
 
 class Run(Section):
     """The whole run file."""
 
     name: Name
-    out: str
-    seed: Annotated[int, Field(ge=0)] = 0
-    deepspeed: str
+    out: FilePath
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    deepspeed: FilePath
     accept_changes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
-    sources: dict[Name, Annotated[SourceSection, BeforeValidator(_source)]]
+    sources: Sources
     phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=1)]
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
@@ -188,13 +196,15 @@ def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") 
     """
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise InputError(f"{name} is not valid TOML: nested too deeply; expected a few levels") from None
+    except ValueError as error:  # also a number of thousands of digits
         raise InputError(f"{name} is not valid TOML: {error}") from error
     problems = [problem for override in overrides for problem in _apply(data, override)]
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        problems += [f"{name}: {_explain(e)}" for e in error.errors()]
+        problems += [f"{name}: {explain(e, Run)}" for e in error.errors()]
         raise InputError(problems) from None
     if problems:
         raise InputError(problems)
@@ -227,71 +237,5 @@ def _item(node: list[Any], key: str) -> Any:
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
-
-
-def _explain(error: Any) -> str:
-    """One validation error as: where, what was found, what was expected."""
-    keys = [str(k) for k in error["loc"] if k not in ("cosine", "wsd", "[key]")]
-    where = ".".join(keys)
-    kind, found = error["type"], error.get("input")
-    if kind == "extra_forbidden":
-        known = _known_keys(keys[:-1], error["loc"])
-        close = difflib.get_close_matches(keys[-1], known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
-        return f"unknown key `{where}`; {hint}"
-    if kind == "missing":
-        return f"`{where}` is missing"
-    if kind == "union_tag_not_found":
-        return f'`{where}.kind` is missing; expected "cosine" or "wsd"'
-    if kind == "union_tag_invalid":
-        return f'`{where}.kind` is {error["ctx"]["tag"]!r}; expected "cosine" or "wsd"'
-    if kind == "too_long" and where == "phases":
-        return f"`phases` has {len(found)} items; this version trains exactly one phase"
-    if kind == "too_short" and where == "phases":
-        return "`phases` is empty; add one [[phases]] with a name, a seq_len and a mixture"
-    if kind == "string_pattern_mismatch":
-        return f"`{where}` = {found!r}; expected letters, digits, dots, dashes and underscores"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"`{where}` = {found!r}: {message}" if kind != "value_error" else f"`{where}`: {message}"
-
-
-def _known_keys(path: Sequence[str], location: Sequence[Any]) -> list[str]:
-    """The keys of the section at `path`, for "did you mean"."""
-    section: type[BaseModel] = Run
-    for key in path:
-        if key.isdigit():
-            continue
-        field = section.model_fields.get(key)
-        candidates = [m for m in section_models(field.annotation) if field] if field else []
-        if "cosine" in location or "wsd" in location:
-            candidates = [
-                m for m in candidates if get_args(m.model_fields["kind"].annotation)[0] in location
-            ] or candidates
-        if not candidates:  # a name of the user's, like sources.web: stay at what the values are
-            continue
-        section = candidates[0]
-    return list(section.model_fields)
-
-
-def section_models(annotation: Any) -> list[type[BaseModel]]:
-    """Every section inside a type annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for argument in get_args(annotation) for m in section_models(argument)]
-
-
-def read_text(path: str | Path, what: str) -> str:
-    """The text of an input file, or an InputError that names the setting that asked for it."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"{what}: cannot read {path} ({error.strerror}); check the path (it is taken from the "
-            f"folder in which you start: {Path.cwd()})"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from error

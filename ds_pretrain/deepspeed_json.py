@@ -2,13 +2,12 @@
 
 DeepSpeed ignores a misspelt top-level key without a word, takes a rate from its own scheduler when it finds
 one, and fails minutes into a start for the rest. So everything that can be known from the text is checked
-here, without importing DeepSpeed. `deepspeed_keys.py` lists its keys.
+here, without importing DeepSpeed. `deepspeed_keys.py` lists its keys,
+`deepspeed_values.py` what each may hold.
 """
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import Any
 
 from ds_pretrain.deepspeed_keys import (
@@ -19,26 +18,18 @@ from ds_pretrain.deepspeed_keys import (
     REFUSED_CHECKPOINT_KEYS,
     REFUSED_KEYS,
     REFUSED_ZERO_KEYS,
-    SECTIONS,
     TOP_LEVEL_KEYS,
     TORCH_ADAM_PARAMS,
     ZERO_KEYS,
 )
-from ds_pretrain.errors import InputError
+from ds_pretrain.deepspeed_values import COUNT, FACTOR, INTEGER, OPTIMIZER_PARAMS, SHARE, STAGE, VALUES, Kind
+from ds_pretrain.reading import parse_json, shown
 from ds_pretrain.timeline import accumulation as accumulation_of_world
 
 
 def parse_deepspeed(text: str, name: str) -> dict[str, Any]:
     """The JSON as a dict. Raises InputError on a syntax error or a key given twice."""
-    try:
-        data = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{name} is not valid JSON: {error}") from error
-    except _DuplicateKeyError as error:
-        raise InputError(f"{name} gives the key `{error}` twice; keep one") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{name} must hold one JSON object, found {type(data).__name__}")
-    return data
+    return parse_json(text, name)
 
 
 def check_deepspeed(
@@ -57,7 +48,8 @@ def check_deepspeed(
     problems = [
         *_auto_values(config, name),
         *_top_level(config, name),
-        *_sections(config, name),
+        *_unknown_subkeys(config, name),
+        *_wrong_values(config, name),
         *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived),
         *_optimizer(config, name, run_name, peak),
         *_zero(config, name, world_size),
@@ -75,7 +67,7 @@ def resolve_deepspeed(
     """
     optimizer = config["optimizer"]
     return {
-        **{key: value for key, value in config.items() if key != "train_batch_size"},
+        **{key: value for key, value in config.items() if key in TOP_LEVEL_KEYS - {"train_batch_size"}},
         "train_micro_batch_size_per_gpu": micro_sequences,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -91,7 +83,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def uses_bf16(config: Mapping[str, Any]) -> bool:
     """True if parameters and activations are bfloat16, False if they are fp32."""
-    return bool(config.get("bf16", {}).get("enabled", False))
+    return _table(config, "bf16").get("enabled") is True
 
 
 def gradient_clipping(config: Mapping[str, Any]) -> float | None:
@@ -120,10 +112,7 @@ def _top_level(config: Mapping[str, Any], name: str) -> Iterator[str]:
             yield f"{name}: unknown key `{key}`, which DeepSpeed would ignore; {_hint(key, TOP_LEVEL_KEYS)}"
 
 
-def _sections(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    for section in SECTIONS:
-        if section in config and config[section] != "auto" and not isinstance(config[section], Mapping):
-            yield f"{name}: `{section}` = {config[section]!r}; expected an object, like {{...}}"
+def _unknown_subkeys(config: Mapping[str, Any], name: str) -> Iterator[str]:
     for section, known in KNOWN_SUBKEYS.items():
         for key in _table(config, section):
             if key not in known:
@@ -131,9 +120,20 @@ def _sections(config: Mapping[str, Any], name: str) -> Iterator[str]:
     for key, value in _table(config, "checkpoint").items():
         if key in REFUSED_CHECKPOINT_KEYS and value:
             yield f"{name} sets `checkpoint.{key}`: {REFUSED_CHECKPOINT_KEYS[key]}; delete it"
-    clipping = config.get("gradient_clipping", 0.0)
-    if clipping not in (None, "auto") and not _is_number(clipping, 0.0):
-        yield f"{name}: `gradient_clipping` = {clipping!r}; expected a number, 0 or more (0: off)"
+
+
+def _wrong_values(config: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Values that are not what their key holds."""
+    for section, kinds in (*VALUES.items(), ("optimizer.params", OPTIMIZER_PARAMS)):
+        for key, value in _table(config, section).items():
+            if (kind := kinds.get(key)) and not _is_auto(value) and not kind.admits(value):
+                yield _complaint(name, f"{section}.{key}" if section else key, value, kind)
+    if "stage" not in _table(config, "zero_optimization"):
+        yield f"{name} has no `zero_optimization.stage`; expected 1, 2 or 3"
+
+
+def _complaint(name: str, key: str, value: Any, kind: Kind) -> str:
+    return f"{name}: `{key}` = {shown(value)}; expected {kind.expected}"
 
 
 def _batch(
@@ -146,28 +146,31 @@ def _batch(
     )
     for key, expected, source in owned:
         found = config.get(key)
-        if found not in (None, "auto") and expected is not None and found != expected:
+        if COUNT.admits(found) and expected is not None and found != expected:
             yield (
                 f"{name} sets `{key}` = {found}, but {run_name} gives {expected} ({source}); "
                 f"delete it from the JSON: the run file owns the batch"
             )
-    if config.get("managed_gradient_accumulation", False) is not False:
+    if config.get("managed_gradient_accumulation") is True:
         yield (
-            f"{name} sets `managed_gradient_accumulation` = {config['managed_gradient_accumulation']}; "
-            "set it to false: the trainer owns the accumulation window"
+            f"{name} sets `managed_gradient_accumulation` = true; set it to false: the trainer owns the "
+            "accumulation window"
         )
 
 
 def _optimizer(config: Mapping[str, Any], name: str, run_name: str, peak: float) -> Iterator[str]:
     optimizer = config.get("optimizer")
-    if not isinstance(optimizer, Mapping) or "type" not in optimizer:
+    if optimizer is not None and not isinstance(optimizer, Mapping):
+        return  # reported as a value of the wrong kind
+    if optimizer is None or "type" not in optimizer:
         yield (
             f"{name} has no `optimizer.type`; add one, like "
             '"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}}'
         )
         return
-    if optimizer["type"] not in OPTIMIZERS and optimizer["type"] != "auto":
-        yield f"{name}: `optimizer.type` = {optimizer['type']!r}; expected one of {', '.join(OPTIMIZERS)}"
+    kind = optimizer["type"]
+    if isinstance(kind, str) and kind not in (*OPTIMIZERS, "auto"):
+        yield f"{name}: `optimizer.type` = {shown(kind)}; expected one of {', '.join(OPTIMIZERS)}"
     params = _table(optimizer, "params")
     if "lr" in params and params["lr"] != "auto":
         yield (
@@ -176,11 +179,11 @@ def _optimizer(config: Mapping[str, Any], name: str, run_name: str, peak: float)
         )
     if "max_grad_norm" in params:
         yield f"{name}: `optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
-    yield from _optimizer_params(optimizer["type"], params, name)
+    yield from _optimizer_params(kind, params, name)
 
 
 def _optimizer_params(kind: Any, params: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Parameters that the optimizer's constructor would raise on, and values that it would."""
+    """Parameters that the optimizer's constructor would raise on."""
     if kind == "Lion":
         known, who = LION_PARAMS, "Lion"
     elif params.get("torch_adam"):
@@ -190,26 +193,17 @@ def _optimizer_params(kind: Any, params: Mapping[str, Any], name: str) -> Iterat
     for key in params:
         if key not in known and key not in ("lr", "max_grad_norm"):
             yield f"{name}: `optimizer.params.{key}` is unknown to {who}; {_hint(key, known)}"
-    betas = params.get("betas", [0.9, 0.95])
-    pair = isinstance(betas, list) and len(betas) == 2 and all(_is_number(b, 0.0) and b < 1 for b in betas)
-    if betas != "auto" and not pair:
-        yield f"{name}: `optimizer.params.betas` = {betas!r}; expected two numbers from 0 to below 1"
-    for key in ("eps", "weight_decay"):
-        if key in params and params[key] != "auto" and not _is_number(params[key], 0.0):
-            yield f"{name}: `optimizer.params.{key}` = {params[key]!r}; expected a number, 0 or more"
 
 
 def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Iterator[str]:
     zero = _table(config, "zero_optimization")
-    if zero.get("stage") not in (1, 2, 3):
-        yield f"{name}: `zero_optimization.stage` = {zero.get('stage')!r}; expected 1, 2 or 3"
     for key in zero:
         if key in REFUSED_ZERO_KEYS:
             yield f"{name} sets `zero_optimization.{key}`: {REFUSED_ZERO_KEYS[key]}"
         elif key not in ZERO_KEYS:
             yield f"{name}: unknown key `zero_optimization.{key}`; {_hint(key, ZERO_KEYS)}"
     partition = zero.get("zero_hpz_partition_size", 1)
-    if world_size is not None and isinstance(partition, int) and partition > 0 and world_size % partition:
+    if world_size is not None and COUNT.admits(partition) and world_size % partition:
         yield (
             f"{name}: `zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} "
             "ranks; set it to the number of GPUs of a node"
@@ -219,35 +213,52 @@ def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Itera
 def _pairs(config: Mapping[str, Any], name: str) -> Iterator[str]:
     """Options that do not work together in DeepSpeed 0.19.8."""
     zero = _table(config, "zero_optimization")
-    stage = zero.get("stage")
-    if stage == 1 and zero.get("overlap_comm"):
+    stage = zero.get("stage") if STAGE.admits(zero.get("stage")) else None
+    if stage == 1 and zero.get("overlap_comm") is True:
         yield (
             f"{name}: `zero_optimization.overlap_comm` = true does not work with stage 1 and an accumulation "
             "window that the trainer owns; set it to false, or use stage 2 or 3"
         )
     if stage in (1, 2) and zero.get("offload_param"):
         yield f"{name}: `zero_optimization.offload_param` needs stage 3, found stage {stage}"
-    scaled = config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1.0) != 1.0
-    if scaled and zero.get("reduce_scatter", True):
+    for key in ("offload_optimizer", "offload_param"):
+        offload = _table(zero, key)
+        if offload.get("device") == "nvme" and not offload.get("nvme_path"):
+            yield f'{name}: `zero_optimization.{key}.device` = "nvme" needs `nvme_path`; add the folder'
+    ratio = _table(zero, "offload_optimizer").get("ratio", 1.0)
+    if stage in (1, 2) and SHARE.admits(ratio) and ratio < 1.0:
+        yield f"{name}: `zero_optimization.offload_optimizer.ratio` < 1 needs stage 3, found stage {stage}"
+    bf16 = _table(config, "bf16")
+    if bf16.get("bf16_optimizer_states") is True and bf16.get("bf16_master_weights_and_grads") is not True:
+        yield f"{name}: `bf16.bf16_optimizer_states` needs `bf16.bf16_master_weights_and_grads` = true"
+    divided = config.get("gradient_predivide_factor", 1.0)
+    scaled = config.get("prescale_gradients") is True or (FACTOR.admits(divided) and divided != 1.0)
+    if scaled and zero.get("reduce_scatter", True) is True:
         yield (
             f"{name}: `prescale_gradients` and `gradient_predivide_factor` do not work with "
             "`zero_optimization.reduce_scatter`; delete them or set reduce_scatter to false"
         )
-    if _table(config, "bf16").get("enabled") and _table(config, "torch_autocast").get("enabled"):
+    if uses_bf16(config) and _table(config, "torch_autocast").get("enabled") is True:
         yield f"{name}: `bf16` and `torch_autocast` are both enabled; keep one"
-    if zero.get("stage3_module_granularity_threshold", 0) not in (0, "auto"):
-        key = "zero_optimization.stage3_module_granularity_threshold"
-        yield f"{name}: `{key}` > 0 fails in training; delete it"
-    if config.get("gradient_allreduce_op", "mean") != "mean":
-        yield (
-            f'{name}: `gradient_allreduce_op` = {config["gradient_allreduce_op"]!r}; expected "mean", for '
-            "which the loss is normalized over the global batch; delete it"
-        )
+    key = "stage3_module_granularity_threshold"
+    if INTEGER.admits(zero.get(key)) and zero[key] != 0:
+        yield f"{name}: `zero_optimization.{key}` = {zero[key]} fails in training; delete it"
 
 
-def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
+def _table(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """The object at a dotted path ("": the whole), empty if there is none."""
+    node: Any = config
+    for key in path.split(".") if path else ():
+        node = node.get(key)
+        if not isinstance(node, Mapping):
+            return {}
+    table: Mapping[str, Any] = node
+    return table
+
+
+def _is_auto(value: Any) -> bool:
+    """True if an "auto" stands in it, which is reported by its place."""
+    return value == "auto" or (isinstance(value, list) and "auto" in value)
 
 
 def _switched_off(value: Any) -> bool:
@@ -257,23 +268,6 @@ def _switched_off(value: Any) -> bool:
     return value is not True and value in (None, False, 1)
 
 
-def _is_number(value: Any, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < inf
-
-
 def _hint(key: str, known: frozenset[str]) -> str:
     close = difflib.get_close_matches(key, sorted(known), n=1)
     return f"did you mean `{close[0]}`?" if close else "delete it"
-
-
-class _DuplicateKeyError(Exception):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise _DuplicateKeyError(key)
-        data[key] = value
-    return data

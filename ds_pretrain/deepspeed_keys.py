@@ -4,77 +4,11 @@ Names are those of DeepSpeed 0.19.8 (https://www.deepspeed.ai/docs/config-json/)
 source, so that a moved pin is noticed.
 """
 
-# Top-level keys that mean something to a pretraining run. Any other is refused: DeepSpeed would ignore it.
-TOP_LEVEL_KEYS = frozenset(
-    [
-        "activation_checkpointing",
-        "aio",
-        "bf16",
-        "checkpoint",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "data_types",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "flops_profiler",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "optimizer",
-        "prescale_gradients",
-        "steps_per_print",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    ]
-)
-ZERO_KEYS = frozenset(
-    [
-        "stage",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "reduce_bucket_size",
-        "use_multi_rank_bucket_allreduce",
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "overlap_comm",
-        "offload_param",
-        "offload_optimizer",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_model_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "ignore_unused_parameters",
-        "round_robin_gradients",
-        "parameter_alignment",
-        "zero_hpz_partition_size",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-        "memory_efficient_linear",
-        "override_module_apply",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "leaf_module",
-    ]
-)
+from ds_pretrain.deepspeed_values import VALUES
+
+# Keys that mean something to a pretraining run. Any other is refused: DeepSpeed would ignore it.
+TOP_LEVEL_KEYS = frozenset(VALUES[""])
+ZERO_KEYS = frozenset(VALUES["zero_optimization"])
 # Keys that DeepSpeed knows and that cannot be used here, each with the reason and the way round.
 REFUSED_KEYS = {
     "scheduler": "the rate comes from [schedule] of the run file; delete it",
@@ -133,34 +67,10 @@ REFUSED_CHECKPOINT_KEYS = {
 OPTIMIZERS = ("AdamW", "Adam", "Lion")
 # Sections whose unknown keys DeepSpeed ignores, or reports only minutes into a start.
 KNOWN_SUBKEYS = {
-    "optimizer": frozenset(["type", "params", "legacy_fusion"]),
-    "bf16": frozenset(
-        [
-            "enabled",
-            "immediate_grad_update",
-            "check_grad_overflow",
-            "bf16_master_weights_and_grads",
-            "bf16_optimizer_states",
-        ]
-    ),
-    "data_types": frozenset(["grad_accum_dtype"]),
-    "checkpoint": frozenset(["tag_validation", "parallel_write", *REFUSED_CHECKPOINT_KEYS]),
+    section: frozenset(known) | (REFUSED_CHECKPOINT_KEYS.keys() if section == "checkpoint" else frozenset())
+    for section, known in VALUES.items()
+    if section not in ("", "zero_optimization")
 }
-# Keys whose value is an object.
-SECTIONS = (
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "checkpoint",
-    "comms_logger",
-    "compile",
-    "data_types",
-    "flops_profiler",
-    "optimizer",
-    "timers",
-    "torch_autocast",
-    "zero_optimization",
-)
 # What `optimizer.params` may hold besides `lr`, which the run file owns. An unknown one is an exception in
 # the optimizer's constructor, minutes into a start.
 _ANY_ADAM_PARAMS = frozenset(

@@ -4,17 +4,26 @@
 it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config import CosineSection, Run, WsdSection, parse_run, read_text
+from ds_pretrain.config import CosineSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
+from ds_pretrain.reading import parse_json, read_text, shown
 from ds_pretrain.schedules import Cosine, Schedule, Wsd
-from ds_pretrain.timeline import Duration, Timeline, accumulation, single_phase, to_steps, worlds_that_divide
+from ds_pretrain.timeline import (
+    MOST,
+    Duration,
+    Timeline,
+    Unit,
+    accumulation,
+    single_phase,
+    to_steps,
+    worlds_that_divide,
+)
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
@@ -27,6 +36,11 @@ CHANGEABLE = (
     "model.attention",
     "model.decay_embeddings",
 )
+# What the numbers of an identity count.
+_UNITS = {
+    **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
+    "batch.tokens": "tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class Plan:
     run_text: str
     deepspeed_text: str
     model_text: str
+    model: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
     timeline: Timeline
     schedule: Schedule
@@ -67,7 +82,7 @@ class Plan:
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
         identity["sources"] = dict(data)
-        identity["model"]["config"] = json.loads(self.model_text)  # the content, wherever the file lies
+        identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
         return identity
 
     def may_change(self, path: str) -> bool:
@@ -95,12 +110,15 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         except InputError as error:
             problems += error.problems
     deepspeed: dict[str, Any] = {}
-    if "deepspeed" in texts:
-        try:
-            deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed)
-        except InputError as error:
-            problems += error.problems
-    problems += _json_problem(texts.get("model.config"), run.model.config)
+    model: dict[str, Any] = {}
+    try:
+        deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed) if "deepspeed" in texts else {}
+    except InputError as error:
+        problems += error.problems
+    try:
+        model = parse_json(texts["model.config"], run.model.config) if "model.config" in texts else {}
+    except InputError as error:
+        problems += error.problems
     problems += (f"{path}: {p}" for p in _contradictions(run))
     if problems:
         raise InputError(problems)
@@ -126,6 +144,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         run_text=run_text,
         deepspeed_text=texts["deepspeed"],
         model_text=texts["model.config"],
+        model=model,
         deepspeed=deepspeed,
         timeline=timeline,
         schedule=resolve_schedule(run.schedule, timeline),
@@ -187,10 +206,21 @@ def changed_fields(
     return changes
 
 
+def with_unit(path: str, value: Any) -> str:
+    """A value of `Plan.identity` as a person reads it: `200 steps`, not `200`."""
+    unit = _UNITS.get(path)
+    if unit is None or not isinstance(value, int) or isinstance(value, bool):
+        return shown(value)
+    return f"{value:,} {unit[:-1] if value == 1 else unit}"
+
+
 def _way_out(sequences: int, micro: int) -> str:
     worlds = worlds_that_divide(sequences, micro)
-    shown = ", ".join(map(str, worlds[:16])) + (", ..." if len(worlds) > 16 else "")
-    return f"world sizes that do: {shown} (or another batch.micro_sequences)"
+    return f"world sizes that do: {_listed(worlds)} (or another batch.micro_sequences)"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
 
 
 def _covers(sections: Sequence[str], path: str) -> bool:
@@ -199,18 +229,6 @@ def _covers(sections: Sequence[str], path: str) -> bool:
 
 def _steps(duration: Duration, timeline: Timeline) -> int:
     return to_steps(duration, timeline.segments[0].tokens_per_step, timeline.last_step)
-
-
-def _json_problem(text: str | None, name: str) -> list[str]:
-    if text is None:
-        return []
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        return [f"{name} is not valid JSON: {error}"]
-    return (
-        [] if isinstance(data, dict) else [f"{name} must hold one JSON object, found {type(data).__name__}"]
-    )
 
 
 def _contradictions(run: Run) -> Iterator[str]:
@@ -231,6 +249,13 @@ def _contradictions(run: Run) -> Iterator[str]:
                 f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; "
                 f"nearest batch.tokens: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
             )
+        elif run.batch.accumulation is not None and whole // micro % run.batch.accumulation:
+            counts = worlds_that_divide(whole, micro)  # a number of ranks and its accumulation trade places
+            yield (
+                f"batch.accumulation = {run.batch.accumulation:,} does not divide the {whole // micro:,} "
+                f"micro-batches of a step, so no number of ranks gives it; what some do: {_listed(counts)}; "
+                "or delete it: it is derived"
+            )
         for source in phase.mixture:
             if source not in run.sources:
                 yield (
@@ -249,6 +274,14 @@ def _contradictions(run: Run) -> Iterator[str]:
 
 def _schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
     section, length = run.schedule, timeline.last_step
+    amounts: dict[Unit, int] = {"steps": length, "tokens": timeline.total_tokens}
+    for unit, amount in amounts.items():
+        if amount > MOST[unit]:
+            yield (
+                f'schedule.length = "{section.length}" is {amount:,} {unit} in batches of '
+                f"{run.batch.tokens:,} tokens; at most {MOST[unit]:,} can be trained: shorten it"
+            )
+            return
     warmup = _steps(section.warmup, timeline)
     decay = _steps(section.decay, timeline) if isinstance(section, WsdSection) else 0
     if warmup + decay > length:

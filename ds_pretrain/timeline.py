@@ -11,8 +11,10 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from math import ceil
+from math import ceil, isqrt
 from typing import Literal
+
+from ds_pretrain.reading import shown
 
 Unit = Literal["steps", "tokens", "seconds", "percent"]
 
@@ -32,6 +34,9 @@ _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUMBER = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE]\d{1,2})?)"
 _DURATION = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMBT]?)\s*(?P<unit>steps?|tokens?|sec|s|min|h|%)\s*")
 _BATCH = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMG]?)(?:\s*tokens)?\s*")
+# Above these a number is a slip of the pen: no run has been a millionth as long.
+MOST: dict[Unit, int] = {"steps": 10**9, "tokens": 10**18, "seconds": 10**9, "percent": 100}
+MOST_BATCH_TOKENS = 10**12
 _EXAMPLES = '"2000 steps", "10B tokens", "15 min" or "10%"'
 
 
@@ -57,22 +62,28 @@ def parse_duration(text: str) -> Duration:
     """Read a duration. Raises ValueError that says what was found and how to write it."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a duration; write a number with its unit, like {_EXAMPLES}")
+        raise ValueError(f"{shown(text)} is not a duration; write a number with its unit, like {_EXAMPLES}")
     unit, factor = _UNITS[match["unit"]]
     amount = _number(match["number"]) * _DECIMAL[match["scale"]] * factor
     if unit in ("steps", "tokens") and amount.denominator != 1:
-        raise ValueError(f"{text!r} is not a whole number of {unit}")
+        raise ValueError(f"{shown(text)} is not a whole number of {unit}")
     if unit == "percent" and amount > 100:
-        raise ValueError(f"{text!r} is more than the whole run")
+        raise ValueError(f"{shown(text)} is more than the whole run")
+    if amount > MOST[unit]:
+        raise ValueError(f"{shown(text)} is more than {MOST[unit]:,} {unit}; write a shorter duration")
     return Duration(amount, unit, text.strip())
 
 
 def parse_batch_tokens(value: str | int) -> int:
     """Tokens of a global batch: an integer, or text where K and M are binary ("4M" is 4,194,304)."""
-    match = _BATCH.fullmatch(str(value))
+    match = None if isinstance(value, bool) else _BATCH.fullmatch(str(value))
     amount = _number(match["number"]) * _BINARY[match["scale"]] if match else Fraction(0)
     if match is None or amount.denominator != 1 or amount == 0:
-        raise ValueError(f'{value!r} is not a batch size in tokens; write it like 524_288, "512K" or "4M"')
+        raise ValueError(
+            f'{shown(value)} is not a batch size in tokens; write it like 524_288, "512K" or "4M"'
+        )
+    if amount > MOST_BATCH_TOKENS:
+        raise ValueError(f"{shown(value)} is more than {MOST_BATCH_TOKENS:,} tokens; write a smaller batch")
     return int(amount)
 
 
@@ -163,7 +174,8 @@ def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
     micro_batches, remainder = divmod(sequences, micro_sequences)
     if remainder:
         return []
-    return [w for w in range(1, micro_batches + 1) if micro_batches % w == 0]
+    small = [w for w in range(1, isqrt(micro_batches) + 1) if micro_batches % w == 0]
+    return sorted({*small, *(micro_batches // w for w in small)})
 
 
 def _number(text: str) -> Fraction:

@@ -21,9 +21,13 @@ ROOT = Path(__file__).parent.parent / "ds_pretrain"
 
 # Imports go down only; modules of one layer see one another in layers 0 and 1, and inside one part above.
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(["errors", "files", "world", "rank_files"], 0),
+    **dict.fromkeys(["errors", "files", "reading", "world", "rank_files"], 0),
     **dict.fromkeys(
-        ["config", "timeline", "schedules", "state", "record", "plan", "deepspeed_json", "deepspeed_keys"], 1
+        [
+            *("config", "complaints", "paths", "timeline", "schedules", "state", "record", "plan"),
+            *("deepspeed_json", "deepspeed_keys", "deepspeed_values"),
+        ],
+        1,
     ),
     **dict.fromkeys(
         ["data", "models", "checkpoint", "monitor", "engine", "partitions", "run_directory", "stop"], 2

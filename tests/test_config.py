@@ -13,9 +13,9 @@ from ds_pretrain.config import (
     SourceSection,
     WsdSection,
     parse_run,
-    read_text,
 )
 from ds_pretrain.errors import InputError
+from ds_pretrain.reading import read_text
 
 MINIMAL = """
 name = "tiny"
@@ -142,35 +142,69 @@ WRONG = {
     "phases.0.seqlen=5": "unknown key `phases.0.seqlen`; did you mean `seq_len`?",
     "sources.code={ file = 'x', path = 'y' }": "unknown key `sources.code.file`; known here: path",
     "checkpoint.keeep=3": "unknown key `checkpoint.keeep`; did you mean `keep`?",
-    "seed=-1": "`seed` = -1: Input should be greater than or equal to 0",
-    "seed=1.5": "`seed` = 1.5: Input should be a valid integer",
-    "seed=true": "`seed` = True: Input should be a valid integer",
-    'seed="7"': "`seed` = '7': Input should be a valid integer",
-    "model.qk_norm=1": "`model.qk_norm` = 1: Input should be a valid boolean",
-    "model.attention=fast": "`model.attention` = 'fast': Input should be 'eager', 'sdpa' or 'flash_",
-    "model.z_loss=-1": "`model.z_loss` = -1: Input should be greater than 0",
-    "schedule.peak=0": "`schedule.peak` = 0: Input should be greater than 0",
-    "schedule.peak=inf": "`schedule.peak` = inf: Input should be a finite number",
-    "schedule.floor=1.5": "`schedule.floor` = 1.5: Input should be less than or equal to 1",
-    "schedule.shape=square": "`schedule.shape` = 'square': Input should be 'linear', 'cosine', '1-sqrt' or",
-    "schedule.kind=linear": '`schedule.kind` is \'linear\'; expected "cosine" or "wsd"',
+    "seed=-1": "`seed` = -1: expected at least 0",
+    "seed=1.5": "`seed` = 1.5: expected a whole number",
+    "seed=true": "`seed` = true: expected a whole number",
+    'seed="7"': '`seed` = "7": expected a whole number',
+    "seed=9223372036854775808": "`seed` = 9223372036854775808: expected less than 9223372036854775808",
+    "model.qk_norm=1": "`model.qk_norm` = 1: expected true or false",
+    "model.attention=fast": '`model.attention` = "fast": expected "eager", "sdpa" or "flash_attention_2"',
+    "model.z_loss=-1": "`model.z_loss` = -1: expected more than 0",
+    "schedule.peak=0": "`schedule.peak` = 0: expected more than 0",
+    "schedule.peak=inf": "`schedule.peak` = inf: expected a finite number",
+    "schedule.floor=1.5": "`schedule.floor` = 1.5: expected at most 1",
+    "schedule.shape=square": '`schedule.shape` = "square": expected "linear", "cosine", "1-sqrt" or "exp',
+    "schedule.kind=linear": '`schedule.kind` is "linear"; expected "cosine" or "wsd"',
     "schedule={ peak = 1.0 }": '`schedule.kind` is missing; expected "cosine" or "wsd"',
     "schedule.length=2000": '`schedule.length`: 2000 has no unit; write it as text with one, like "2000',
     "schedule.length=10 min": '`schedule.length`: "10 min" is in seconds; expected steps or tokens',
     "schedule.length=10%": '`schedule.length`: "10%" is in percent; expected steps or tokens',
     "schedule.length=0 steps": '`schedule.length`: "0 steps" is zero; expected more',
-    "schedule.warmup=soon": "`schedule.warmup`: 'soon' is not a duration; write a number with its unit",
+    "schedule.warmup=soon": '`schedule.warmup`: "soon" is not a duration; write a number with its unit',
     "schedule.decay=5 min": '`schedule.decay`: "5 min" is in seconds; expected steps or tokens or percent',
     "checkpoint.every=0 min": '`checkpoint.every.0`: "0 min" is zero; expected more',
     "checkpoint.every=10%": '`checkpoint.every.0`: "10%" is in percent; expected steps or tokens or seconds',
-    "batch.tokens=4MB": "`batch.tokens`: '4MB' is not a batch size in tokens; write it like 524_288",
-    "batch.micro_sequences=0": "`batch.micro_sequences` = 0: Input should be greater than 0",
+    "batch.tokens=4MB": '`batch.tokens`: "4MB" is not a batch size in tokens; write it like 524_288',
+    "batch.micro_sequences=0": "`batch.micro_sequences` = 0: expected more than 0",
     "phases=[]": "`phases` is empty; add one [[phases]] with a name, a seq_len and a mixture",
-    "phases.0.mixture.web=-1": "`phases.0.mixture.web` = -1: Input should be greater than 0",
-    'sources={ "my web" = "x", web = "y" }': "`sources.my web` = 'my web'; expected letters, digits,",
-    "name=a/b": "`name` = 'a/b'; expected letters, digits, dots, dashes and underscores",
-    "monitor.wandb=on": "`monitor.wandb` = 'on': Input should be 'off', 'offline' or 'online'",
-    "model=llama": "`model` = 'llama': Input should be a valid dictionary",
+    "phases.0.mixture.web=-1": "`phases.0.mixture.web` = -1: expected more than 0",
+    'sources={ "my web" = "x", web = "y" }': '`sources.my web` = "my web": expected letters, digits,',
+    "name=a/b": '`name` = "a/b": expected letters, digits, dots, dashes and underscores',
+    "monitor.wandb=on": '`monitor.wandb` = "on": expected "off", "offline" or "online"',
+    # No message speaks of what only a reader of the code knows: tuples, dictionaries, instances, None.
+    "model=llama": '`model` = "llama": expected a table, like [model]',
+    "schedule=3": "`schedule` = 3: expected a table, like [schedule]",
+    "accept_changes=schedule": '`accept_changes` = "schedule": expected a list, like [...]',
+    "accept_changes=[3]": "`accept_changes.0` = 3: expected text, in quotes",
+    "checkpoint.every=3": '`checkpoint.every.0`: 3 has no unit; write it as text with one, like "2000 steps"',
+    "phases=3": "`phases` = 3: expected a list of tables: [[phases]] with a name, a seq_len and a mixture",
+    "phases.0.mixture=web": '`phases.0.mixture` = "web": expected a table, like { name = ... }',
+    "phases.0.mixture.web=all": '`phases.0.mixture.web` = "all": expected a number',
+    "phases.0.mixture.web=1e308": "`phases.0.mixture.web` = 1e+308: expected at most 1000000000000",
+    "sources.shake=3": '`sources.shake` = 3: expected a path in quotes, like "data/web"',
+    "sources={}": '`sources` is empty; add one like web = "data/web"',
+    "validation={ every = '1 step', tokens = 1, sources = {} }": "`validation.sources` is empty; add",
+    "name=3": "`name` = 3: expected text, in quotes",
+    "monitor.every=1e0": "`monitor.every` = 1.0: expected a whole number",
+    "monitor.every=1000000000001": "`monitor.every` = 1000000000001: expected at most 1000000000000",
+    'monitor.wandb_project=""': '`monitor.wandb_project` = "": expected text that is not empty',
+    "batch.tokens=1e13": "`batch.tokens`: 10000000000000.0 is more than 1,000,000,000,000",
+    'batch.tokens="1e13"': '`batch.tokens`: "1e13" is more than 1,000,000,000,000 tokens; write a',
+    "schedule.length=1e99 steps": '`schedule.length`: "1e99 steps" is more than 1,000,000,000 steps; write a',
+    "schedule.length=1e19 tokens": '"1e19 tokens" is more than 1,000,000,000,000,000,000 tokens',
+    "checkpoint.every=1e99 h": '"1e99 h" is more than 1,000,000,000 seconds; write a shorter duration',
+    "out=": '`out`: "" is empty; write a path',
+    'out=" "': '`out`: " " is empty; write a path',
+    "out=~/x": '`out`: "~/x" begins with ~, which only a shell replaces by the home folder; write the',
+    "deepspeed=~/x": '`deepspeed`: "~/x" begins with ~',
+    "model.config=~/x": '`model.config`: "~/x" begins with ~',
+    "sources.web=~/x": '`sources.web.path`: "~/x" begins with ~',
+    'deepspeed="a\\u0000b"': '`deepspeed`: "a\\u0000b" holds a null character; write a path',
+    'out="a\\u0000b"': '`out`: "a\\u0000b" holds a null character; write a path',
+    "sources.web=.": '`sources.web.path`: "." names no file; write the common prefix of a .bin/.idx',
+    "sources.web=/": '`sources.web.path`: "/" names no file; write the common prefix',
+    "sources.web=data/..": '`sources.web.path`: "data/.." names no file; write the common prefix',
+    "sources.web=": '`sources.web.path`: "" is empty; write a path',
 }
 
 
@@ -178,7 +212,10 @@ WRONG = {
 def test_a_wrong_value_gives_one_message_with_its_place(override: str, message: str) -> None:
     problems = problems_of(MINIMAL, override)
     assert len(problems) == 1, problems
-    assert problems[0].startswith(f"run.toml: {message}")
+    assert problems[0].startswith("run.toml: `" if message[0] == '"' else f"run.toml: {message}")
+    assert message in problems[0]
+    for word in ("tuple", "dictionary", "instance", "None", "True", "Input should"):
+        assert word not in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +244,30 @@ def test_text_that_is_no_toml_is_refused_with_its_line() -> None:
     (problem,) = problems_of("name = \n")
     assert problem.startswith("run.toml is not valid TOML: ")
     assert "line 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = " + "[" * 100_000, "run.toml is not valid TOML: nested too deeply; expected a few levels"),
+        ("a = " + "9" * 5000, "run.toml is not valid TOML: Exceeds the limit"),
+    ],
+    ids=["deep", "long"],
+)
+def test_toml_that_the_parser_gives_up_on_is_refused(text: str, message: str) -> None:
+    (problem,) = problems_of(text)
+    assert problem.startswith(message)
+    assert "expected a whole number" in problems_of(MINIMAL, f"seed={text.removeprefix('a = ')}")[0]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert read_text(tmp_path / "run.toml", "run file") == MINIMAL
+
+
+def test_a_path_that_no_system_call_takes_is_refused() -> None:
+    with pytest.raises(InputError, match=r'run file: "a\\u0000b" is no path .* check the path'):
+        read_text("a\0b", "run file")
 
 
 def test_a_file_that_cannot_be_read_names_the_setting_that_asked_for_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ds_pretrain.deepspeed_json import (
     uses_bf16,
     zero_stage,
 )
+from ds_pretrain.deepspeed_values import OPTIMIZER_PARAMS, VALUES
 from ds_pretrain.errors import InputError
 from tests.scenario import deepspeed_json
 from tests.test_ds_configs import NAMES, Recording, read
@@ -77,14 +78,14 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("checkpoint.tag_validaton", "Fail", ("`checkpoint.tag_validaton`", "did you mean `tag_validation`?")),
     ("data_types.grad_acum_dtype", "fp32", ("`data_types.grad_acum_dtype`", "mean `grad_accum_dtype`?")),
     ("bf16.enable", True, ("unknown key `bf16.enable`", "did you mean `enabled`?")),
-    ("bf16", True, ("`bf16` = True; expected an object",)),
+    ("bf16", True, ("`bf16` = true; expected an object",)),
     ("zero_optimization.stage", 0, ("`zero_optimization.stage` = 0; expected 1, 2 or 3",)),
-    ("zero_optimization.stage", "3", ("`zero_optimization.stage` = '3'; expected 1, 2 or 3",)),
+    ("zero_optimization.stage", "3", ('`zero_optimization.stage` = "3"; expected 1, 2 or 3',)),
     ("zero_optimization.overlap_com", True, ("`zero_optimization.overlap_com`", "mean `overlap_comm`?")),
     ("zero_optimization.prefetch_bucket_size", 1, ("did you mean `stage3_prefetch_bucket_size`?",)),
     ("zero_optimization.cpu_offload", True, ("`zero_optimization.cpu_offload`", "write offload_optimizer")),
     ("zero_optimization.stage3_module_granularity_threshold", 5, ("fails in training; delete it",)),
-    ("optimizer.type", "SGD", ("`optimizer.type` = 'SGD'; expected one of AdamW, Adam, Lion",)),
+    ("optimizer.type", "SGD", ('`optimizer.type` = "SGD"; expected one of AdamW, Adam, Lion',)),
     ("optimizer", {}, ("has no `optimizer.type`; add one, like",)),
     ("optimizer.parms", {}, ("unknown key `optimizer.parms`", "did you mean `params`?")),
     (
@@ -104,12 +105,12 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("optimizer.params.max_grad_norm", 1.0, ("is refused by DeepSpeed; use `gradient_clipping`",)),
     ("optimizer.params.betas", [0.9], ("`optimizer.params.betas` = [0.9]; expected two numbers",)),
     ("optimizer.params.betas", [0.9, 95], ("expected two numbers from 0 to below 1",)),
-    ("optimizer.params.eps", "1e-8", ("`optimizer.params.eps` = '1e-8'; expected a number",)),
+    ("optimizer.params.eps", "1e-8", ('`optimizer.params.eps` = "1e-8"; expected a number of at least 0',)),
     ("optimizer.params.weight_decay", -0.1, ("`optimizer.params.weight_decay` = -0.1; expected a number",)),
-    ("gradient_clipping", "1.0", ("`gradient_clipping` = '1.0'; expected a number",)),
+    ("gradient_clipping", "1.0", ('`gradient_clipping` = "1.0"; expected a number of at least 0',)),
     ("gradient_clipping", -1, ("`gradient_clipping` = -1; expected a number",)),
-    ("managed_gradient_accumulation", True, ("`managed_gradient_accumulation` = True", "set it to false")),
-    ("gradient_allreduce_op", "sum", ("`gradient_allreduce_op` = 'sum'; expected \"mean\"",)),
+    ("managed_gradient_accumulation", True, ("`managed_gradient_accumulation` = true", "set it to false")),
+    ("gradient_allreduce_op", "sum", ('`gradient_allreduce_op` = "sum"; expected "mean", for which',)),
     ("prescale_gradients", True, ("do not work with `zero_optimization.reduce_scatter`",)),
     (
         "train_batch_size",
@@ -128,6 +129,111 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
         ),
     ),
 ]
+
+WRONG_VALUES: list[tuple[str, Any, str]] = [
+    ("bf16.enabled", "false", '`bf16.enabled` = "false"; expected true or false, without quotes'),
+    ("bf16.enabled", 1, "`bf16.enabled` = 1; expected true or false"),
+    ("optimizer.params", [1], "`optimizer.params` = [1]; expected an object"),
+    ("optimizer", [1], "`optimizer` = [1]; expected an object"),
+    ("optimizer.type", 3, "`optimizer.type` = 3; expected text"),
+    ("optimizer.params.torch_adam", "yes", '`optimizer.params.torch_adam` = "yes"; expected true or false'),
+    ("optimizer.params.betas", None, "`optimizer.params.betas` = null; expected two numbers"),
+    ("zero_optimization.stage", True, "`zero_optimization.stage` = true; expected 1, 2 or 3"),
+    ("zero_optimization.stage", 3.0, "`zero_optimization.stage` = 3.0; expected 1, 2 or 3"),
+    ("zero_optimization.stage", [3], "`zero_optimization.stage` = [3]; expected 1, 2 or 3"),
+    (
+        "zero_optimization.reduce_bucket_size",
+        "big",
+        'bucket_size` = "big"; expected a whole number of at lea',
+    ),
+    ("zero_optimization.reduce_bucket_size", -1, "` = -1; expected a whole number of at least 1"),
+    ("zero_optimization.reduce_bucket_size", 0, "` = 0; expected a whole number of at least 1"),
+    ("zero_optimization.reduce_bucket_size", 1.5, "` = 1.5; expected a whole number of at least 1"),
+    ("zero_optimization.sub_group_size", float("inf"), "` = inf; expected a whole number of at least 0"),
+    ("zero_optimization.sub_group_size", None, "` = null; expected a whole number of at least 0"),
+    ("zero_optimization.zero_hpz_partition_size", "8", '_size` = "8"; expected a whole number of at least 0'),
+    ("zero_optimization.overlap_comm", "yes", '`zero_optimization.overlap_comm` = "yes"; expected true or'),
+    (
+        "zero_optimization.offload_optimizer",
+        "cpu",
+        '_optimizer` = "cpu"; expected an object, like {...}, or n',
+    ),
+    ("zero_optimization.offload_optimizer.device", "mars", '"mars"; expected one of none, cpu, nvme'),
+    ("zero_optimization.offload_param.pin_memory", "no", '.pin_memory` = "no"; expected true or false'),
+    ("zero_optimization.offload_param.nvme", "x", "unknown key `zero_optimization.offload_param.nvme`"),
+    ("zero_optimization.leaf_module.names", [1], "expected text, or a list of texts"),
+    ("zero_optimization.stage3_module_granularity_threshold", "x", '` = "x"; expected a whole number'),
+    ("data_types.grad_accum_dtype", "fp33", '_dtype` = "fp33"; expected one of fp32, bf16'),
+    ("communication_data_type", "xx", '`communication_data_type` = "xx"; expected one of fp32, bf16, fp16'),
+    ("wall_clock_breakdown", "yes", '`wall_clock_breakdown` = "yes"; expected true or false'),
+    ("prescale_gradients", "yes", '`prescale_gradients` = "yes"; expected true or false'),
+    ("gradient_predivide_factor", 0, "`gradient_predivide_factor` = 0; expected a number above 0"),
+    ("gradient_clipping", None, "`gradient_clipping` = null; expected a number of at least 0"),
+    ("gradient_clipping", True, "`gradient_clipping` = true; expected a number of at least 0"),
+    ("train_batch_size", "512", '`train_batch_size` = "512"; expected a whole number of at least 1'),
+    ("managed_gradient_accumulation", "no", '= "no"; expected true or false'),
+    (
+        "checkpoint.tag_validation",
+        "xx",
+        '`checkpoint.tag_validation` = "xx"; expected one of warn, ignore, fail',
+    ),
+    ("checkpoint.parallel_write.pipeline_stage", "x", 'pipeline_stage` = "x"; expected true or false'),
+    ("torch_autocast.dtype", "fp33", '`torch_autocast.dtype` = "fp33"; expected one of bf16'),
+    ("flops_profiler.enable", True, "unknown key `flops_profiler.enable`; did you mean `enabled`?"),
+    (
+        "flops_profiler.profile_step",
+        0,
+        "`flops_profiler.profile_step` = 0; expected a whole number of at least",
+    ),
+    ("log_level", "loud", '`log_level` = "loud"; expected one of debug, info'),
+    ("comms_logger.prof_ops", "all_reduce", "expected a list of texts"),
+    (
+        "compile.passes",
+        ["z9"],
+        '`compile.passes` = ["z9"]; expected a list of z1, z3, autosp, autotp, or null',
+    ),
+    ("timers", 3, "`timers` = 3; expected an object"),
+    ("bf16", None, "`bf16` = null; expected an object"),
+    ("zero_optimization", "x", '`zero_optimization` = "x"; expected an object'),
+    ("bf16.enabled", "x" * 200, "xxx...; expected true or false"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"), WRONG_VALUES, ids=[str(r[:2])[:60] for r in WRONG_VALUES]
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_what_was_expected(
+    path: str, value: Any, message: str
+) -> None:
+    problems = [p for p in problems_of(changed(path, value), world_size=4) if "has no" not in p]
+    assert len(problems) == 1, problems
+    assert problems[0].startswith("ds.json: ")
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.reduce_bucket_size", 5e8),  # as many JSON files write it
+        ("zero_optimization.overlap_comm", None),
+        ("zero_optimization.offload_optimizer", None),
+        ("zero_optimization.leaf_module", {"classes": "a.B", "names": ["x"]}),
+        ("communication_data_type", "FP32"),
+        ("data_types.grad_accum_dtype", None),
+        ("checkpoint.tag_validation", "Fail"),
+        ("optimizer.params.foreach", None),
+        ("steps_per_print", None),
+        ("train_batch_size", None),
+        ("gradient_clipping", 0),
+    ],
+)
+def test_other_spellings_that_deepspeed_reads_are_no_problem(path: str, value: Any) -> None:
+    assert problems_of(changed(path, value)) == []
+
+
+def test_a_json_without_a_stage_is_told_so() -> None:
+    config = changed("zero_optimization", {})
+    assert problems_of(config) == ["ds.json has no `zero_optimization.stage`; expected 1, 2 or 3"]
 
 
 @pytest.mark.parametrize(("path", "value", "pieces"), REFUSED, ids=[str(row[:2]) for row in REFUSED])
@@ -171,6 +277,34 @@ def test_pairs_that_do_not_work_are_refused() -> None:
     assert ["needs stage 3, found stage 2" in p for p in problems_of(offloading)] == [True]
     twice = deepspeed_json(3, bf16=True, torch_autocast={"enabled": True})
     assert ["are both enabled; keep one" in p for p in problems_of(twice)] == [True]
+
+
+def test_options_that_need_another_one_are_refused_without_it() -> None:
+    swapping = changed("zero_optimization.offload_optimizer", {"device": "nvme"})
+    assert ['.device` = "nvme" needs `nvme_path`' in p for p in problems_of(swapping)] == [True]
+    swapping["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme"
+    assert problems_of(swapping) == []
+    partly = deepspeed_json(2)
+    partly["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    assert [".ratio` < 1 needs stage 3, found stage 2" in p for p in problems_of(partly)] == [True]
+    states = changed("bf16.bf16_optimizer_states", True)
+    assert ["needs `bf16.bf16_master_weights_and_grads` = true" in p for p in problems_of(states)] == [True]
+    states["bf16"]["bf16_master_weights_and_grads"] = True
+    assert problems_of(states) == []
+
+
+def test_only_a_real_true_turns_bf16_on() -> None:
+    assert uses_bf16({"bf16": {"enabled": True}})
+    for other in ("false", "true", 1, None):
+        assert not uses_bf16({"bf16": {"enabled": other}})
+
+
+def test_what_is_refused_unless_off_does_not_reach_deepspeed_when_it_is_off() -> None:
+    """DeepSpeed raises on the mere presence of features that it removed."""
+    off = deepspeed_json(sparse_gradients=False, fp16=None, amp={"enabled": False})
+    assert problems_of(off) == []
+    resolved = resolve_deepspeed(off, peak=3e-4, micro_sequences=2)
+    assert resolved.keys() & {"sparse_gradients", "fp16", "amp"} == set()
 
 
 def test_deepspeeds_own_adam_and_lion_know_their_own_parameters() -> None:
@@ -278,8 +412,11 @@ def test_all_problems_are_found_at_once() -> None:
     ("text", "message"),
     [
         ("{", "ds.json is not valid JSON: "),
-        ("[1]", "ds.json must hold one JSON object, found list"),
+        ("[1]", "ds.json must hold one JSON object, found a list"),
         ('{"bf16": {"enabled": true, "enabled": false}}', "ds.json gives the key `enabled` twice; keep one"),
+        ('{"a":' * 100_000, "ds.json is not valid JSON: nested too deeply"),
+        ('{"a": NaN}', "ds.json holds NaN, which is no JSON; write a number"),
+        ('{"a": ' + "9" * 5000 + "}", "ds.json is not valid JSON: Exceeds the limit"),
     ],
 )
 def test_text_that_is_no_json_object_is_refused(text: str, message: str) -> None:
@@ -319,14 +456,80 @@ def test_our_top_level_keys_are_those_that_deepspeed_looks_for() -> None:
     assert keys.TOP_LEVEL_KEYS & set(keys.REFUSED_KEYS) == set()
 
 
-def test_our_section_keys_are_those_of_deepspeeds_own_models() -> None:
+def _models() -> dict[str, Any]:
+    """Section to the pydantic model with which DeepSpeed reads it."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-    zero = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    assert zero == keys.ZERO_KEYS | set(keys.REFUSED_ZERO_KEYS)
+    return {
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    }
+
+
+def test_our_section_keys_are_those_of_deepspeeds_own_models() -> None:
+    for section, model in _models().items():
+        names = {field.alias or name for name, field in model.model_fields.items()}
+        refused = set(keys.REFUSED_ZERO_KEYS) if section == "zero_optimization" else set()
+        assert names == VALUES[section].keys() | refused, section
     assert keys.ZERO_KEYS & set(keys.REFUSED_ZERO_KEYS) == set()
-    assert set(DeepSpeedBF16Config.model_fields) == keys.KNOWN_SUBKEYS["bf16"]
+
+
+# A value a kind. What DeepSpeed's model refuses, ours must refuse; ours may refuse more: "yes" for true.
+SAMPLES: list[Any] = [
+    *(True, False, None, 0, 1, 3, 8, -1, 0.5, 1.5, -0.5, 5e8, float("inf")),
+    *("big", "yes", "cpu", "mars", [], ["a"], [1], {}, {"device": "mars"}),
+]
+
+
+@pytest.mark.parametrize("section", _models())
+def test_no_value_passes_our_check_that_deepspeeds_own_model_refuses(section: str) -> None:
+    model = _models()[section]
+    accepted = 0
+    for key, kind in VALUES[section].items():
+        for value in SAMPLES:
+            more = {"offload_optimizer": {"stage": 3}}.get(key, {})
+            if kind.admits(value) and value != {"device": "mars"}:  # that one is refused one level below
+                model(**{**more, key: value})
+                accepted += 1
+    assert accepted >= len(VALUES[section])
+
+
+@pytest.mark.parametrize("section", _models())
+def test_our_kinds_admit_deepspeeds_own_defaults(section: str) -> None:
+    """A table that asks for another type than DeepSpeed would refuse what everyone writes."""
+    model = _models()[section](**({"stage": 1} if section == "zero_optimization" else {}))
+    for name, field in type(model).model_fields.items():
+        key, default = field.alias or name, getattr(model, name)
+        if key in VALUES[section] and not hasattr(default, "model_fields"):
+            plain = getattr(default, "value", default) if key != "stage" else int(default)
+            assert VALUES[section][key].admits(plain), (key, plain)
+
+
+@pytest.mark.parametrize("section", ["activation_checkpointing", "aio", "flops_profiler", "torch_autocast"])
+def test_our_keys_of_a_section_that_deepspeed_reads_by_hand_are_those_that_it_looks_for(section: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    _Asked.asked.clear()
+    optimizer = {"type": "AdamW", "params": {}}
+    present = {"dtype": "bf16", "lower_precision_safe_modules": []} if section == "torch_autocast" else {}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, section: _Asked(present)}
+    DeepSpeedConfig(config)
+    assert _Asked.asked == VALUES[section].keys()
 
 
 def test_our_optimizer_parameters_are_those_of_the_constructors() -> None:
@@ -344,6 +547,7 @@ def test_our_optimizer_parameters_are_those_of_the_constructors() -> None:
     in_torch = parameters(torch.optim.AdamW) & parameters(torch.optim.Adam) | taken_by_deepspeed
     assert native >= keys.NATIVE_ADAM_PARAMS
     assert in_torch >= keys.TORCH_ADAM_PARAMS
+    assert OPTIMIZER_PARAMS.keys() == keys.NATIVE_ADAM_PARAMS | keys.TORCH_ADAM_PARAMS | keys.LION_PARAMS
     assert parameters(FusedLion) & parameters(DeepSpeedCPULion) >= keys.LION_PARAMS
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_pretrain.config import Run, SourceSection, section_models
+from ds_pretrain.complaints import section_models
+from ds_pretrain.config import Run, SourceSection
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.plan import Plan, accumulation_of, changed_fields, check_world, load_plan
+from ds_pretrain.plan import Plan, accumulation_of, changed_fields, check_world, load_plan, with_unit
 from ds_pretrain.schedules import Cosine, Wsd
 from tests.scenario import deepspeed_json, make_run
 
@@ -84,6 +84,27 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ),
     (("phases.0.mixture={}",), ("phases.main.mixture is empty; name at least one source with a weight",)),
     (
+        ("batch.accumulation=3",),
+        (
+            "batch.accumulation = 3 does not divide the 4 micro-batches of a step, so no number of ranks",
+            "what some do: 1, 2, 4; or delete it: it is derived",
+        ),
+    ),
+    (
+        ("schedule.length=1e18 tokens",),
+        (
+            'schedule.length = "1e18 tokens" is 7,812,500,000,000,000 steps in batches of 128 tokens; '
+            "at most 1,000,000,000 can be trained: shorten it",
+        ),
+    ),
+    (
+        ("schedule.length=1e9 steps", "batch.tokens=1024M"),
+        (
+            'schedule.length = "1e9 steps" is 1,073,741,824,000,000,000 tokens in batches of 1,073,741,824 '
+            "tokens; at most 1,000,000,000,000,000,000 can be trained: shorten it",
+        ),
+    ),
+    (
         ('accept_changes=["seed"]',),
         ("accept_changes names `seed`, which a started run cannot change; what it can: schedule, ",),
     ),
@@ -118,7 +139,7 @@ def test_files_that_are_missing_or_broken_are_all_reported_at_once(tmp_path: Pat
     assert f"{tmp_path / 'deepspeed.json'} is not valid JSON" in problems[1]
     assert "mixture is empty" in problems[2]
     (tmp_path / "model.json").write_text("[]")
-    assert f"{tmp_path / 'model.json'} must hold one JSON object, found list" in problems_of(run_file)
+    assert f"{tmp_path / 'model.json'} must hold one JSON object, found a list" in problems_of(run_file)
 
 
 def test_a_missing_run_file_is_refused(tmp_path: Path) -> None:
@@ -189,6 +210,44 @@ def test_changed_fields_are_found_at_their_leaves() -> None:
     new = {"a": {"b": 1, "c": {"d": 3}}, "e": [1, 3], "fresh": None}
     assert changed_fields(old, new) == {"a.c.d": (2, 3), "e": ([1, 2], [1, 3]), "gone": (1, None)}
     assert changed_fields(old, old) == {}
+
+
+def test_numbers_of_an_identity_are_shown_with_their_unit() -> None:
+    assert with_unit("schedule.length", 2000) == "2,000 steps"
+    assert with_unit("schedule.warmup", 1) == "1 step"
+    assert with_unit("batch.tokens", 524288) == "524,288 tokens"
+    assert with_unit("seed", 2000) == "2000"
+    assert with_unit("schedule.peak", 0.5) == "0.5"
+    assert with_unit("schedule.length", None) == "null"
+    assert with_unit("model.qk_norm", True) == "true"
+
+
+@pytest.mark.parametrize("name", ["deepspeed.json", "model.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a":' * 100_000, "is not valid JSON: nested too deeply"),
+        ('{"a": 1, "a": 2}', "gives the key `a` twice; keep one"),
+        ('{"a": Infinity}', "holds Infinity, which is no JSON; write a number"),
+        ('{"a": ' + "9" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
+        ('"x"', "must hold one JSON object, found a text"),
+        ("3", "must hold one JSON object, found a number"),
+    ],
+    ids=["deep", "twice", "infinity", "long", "text", "number"],
+)
+def test_both_json_files_are_read_alike(tmp_path: Path, name: str, text: str, message: str) -> None:
+    run_file = make_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    (problem,) = problems_of(run_file)
+    assert problem.startswith(f"{tmp_path / name} {message}")
+
+
+def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    plain = load_plan(run_file)
+    for name in ("run.toml", "deepspeed.json", "model.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert load_plan(run_file) == plain
 
 
 def identity_changes(folder: Path, *overrides: str) -> set[str]:

@@ -58,9 +58,12 @@ BAD_DURATIONS = {
     "10G tokens": "is not a duration",
     "10b tokens": "is not a duration",
     "nan steps": "is not a duration",
-    "1.5 steps": "'1.5 steps' is not a whole number of steps",
+    "1.5 steps": '"1.5 steps" is not a whole number of steps',
     "0.0001K tokens": "is not a whole number of tokens",
-    "101%": "'101%' is more than the whole run",
+    "1000000001 steps": '"1000000001 steps" is more than 1,000,000,000 steps; write a shorter duration',
+    "1000001T tokens": "is more than 1,000,000,000,000,000,000 tokens; write a shorter duration",
+    "1e99 h": "is more than 1,000,000,000 seconds; write a shorter duration",
+    "101%": '"101%" is more than the whole run',
 }
 
 
@@ -98,6 +101,12 @@ def test_what_is_no_batch_size_is_refused_with_an_example(value: object) -> None
         ValueError, match='is not a batch size in tokens; write it like 524_288, "512K" or "4M"'
     ):
         parse_batch_tokens(value)  # type: ignore[arg-type]
+
+
+def test_a_batch_beyond_all_reason_is_refused() -> None:
+    assert parse_batch_tokens(10**12) == 10**12
+    with pytest.raises(ValueError, match=r"is more than 1,000,000,000,000 tokens; write a smaller batch"):
+        parse_batch_tokens("1e99")
 
 
 def test_conversions_are_exact_at_fifteen_trillion_tokens() -> None:
@@ -184,3 +193,9 @@ def test_p30_the_worlds_that_divide_a_batch_are_those_with_an_accumulation() -> 
         for micro in range(1, 8):
             solvable = [w for w in range(1, 41) if accumulation(sequences, micro, w) is not None]
             assert worlds_that_divide(sequences, micro) == solvable
+
+
+def test_p30_the_worlds_of_the_largest_batch_are_found_without_trying_each_number() -> None:
+    worlds = worlds_that_divide(10**12, 1)
+    assert len(worlds) == 13 * 13  # 2^a 5^b, a and b from 0 to 12
+    assert worlds == sorted(w for w in (2**a * 5**b for a in range(13) for b in range(13)))

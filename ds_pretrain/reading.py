@@ -1,0 +1,83 @@
+"""Input files and values, read and shown: text, JSON, and a value in a message."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.errors import InputError
+
+_SHOWN_CHARACTERS = 80
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of an input file without its byte order mark.
+
+    Raises:
+        InputError: it cannot be read; `what` names the setting that asked for it.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(
+            f"{what}: cannot read {path} ({error.strerror}); check the path (it is taken from the "
+            f"folder in which you start: {Path.cwd()})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
+    except ValueError as error:  # a null character
+        raise InputError(f"{what}: {shown(str(path))} is no path ({error}); check the path") from error
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """One JSON object. `name` names the file in messages.
+
+    Raises:
+        InputError: a syntax error, a key given twice, NaN or Infinity, or something else than an object.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name} is not valid JSON: {error}") from error
+    except _WrongJsonError as error:
+        raise InputError(f"{name} {error}") from None
+    except RecursionError:
+        raise InputError(f"{name} is not valid JSON: nested too deeply; expected a few levels") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{name} must hold one JSON object, found {_json_name(data)}")
+    return data
+
+
+def shown(value: Any) -> str:
+    """A value as JSON and TOML write it, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        text = "something nested too deeply"
+    text = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}.get(text, text)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+class _WrongJsonError(Exception):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise _WrongJsonError(f"gives the key `{key}` twice; keep one")
+        data[key] = value
+    return data
+
+
+def _refuse_constant(text: str) -> Any:
+    raise _WrongJsonError(f"holds {text}, which is no JSON; write a number")
