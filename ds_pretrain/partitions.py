@@ -74,6 +74,8 @@ def repair_options(engine: Any, before: Sequence[Options], saved: Sequence[Optio
     by_name = {str(group.get("name", index)): group for index, group in enumerate(saved)}
     for index, (group, own) in enumerate(zip(engine.optimizer.param_groups, before, strict=True)):
         old = by_name.get(str(own.get("name", index)), saved[index] if index < len(saved) else {})
+        for key in group.keys() - own.keys() - {"params"}:
+            del group[key]  # of another optimizer: the load copies all that was saved
         group.update(own)
         group.update({key: value for key, value in old.items() if key in own and key != "name"})
 
