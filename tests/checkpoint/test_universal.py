@@ -1,6 +1,5 @@
 """What fits, what is refused, and a conversion that is torn, stale, damaged, slow or wrong."""
 
-import argparse
 import os
 import shutil
 import signal
@@ -9,11 +8,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ds_pretrain import partitions
 from ds_pretrain.checkpoint import convert, universal
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.retention import prune
@@ -30,6 +31,7 @@ from ds_pretrain.state import RunState
 from ds_pretrain.world import World
 from tests.checkpoint.test_store import MANIFEST as SAVED
 from tests.ranks import KILLED, run_ranks
+from tests.runs import elastic
 from tests.scenario import deepspeed_json
 
 STEP = 5
@@ -85,14 +87,6 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
     return folder
 
 
-def _in_this_process(folder: Path, result: Path, _: Any) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    words = {"input_folder": str(folder), "output_folder": str(result), "keep_temp_folder": False}
-    words |= {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
-    ds_to_universal.main(argparse.Namespace(**words))
-
-
 @pytest.fixture(autouse=True)
 def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """DeepSpeed's tool called here: its own process takes seconds to start. Lists what was converted."""
@@ -100,7 +94,7 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def call(folder: Path, result: Path, source: Any) -> None:
         calls.append(folder)
-        _in_this_process(folder, result, source)
+        elastic.tool_in_this_process(folder, result, source)
 
     monkeypatch.setattr(convert, "_run_tool", call)
     return calls
@@ -203,7 +197,7 @@ def _killed_at(world: World, folder: str, point: str) -> None:
         if name == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    convert._run_tool = _in_this_process
+    convert._run_tool = elastic.tool_in_this_process
     convert.write_point = kill
     convert.convert(Path(folder))
 
@@ -328,6 +322,28 @@ def test_p42_ranks_outlive_a_conversion_longer_than_their_timeout_and_all_hear_h
     for problems, told in run_ranks(_slow, 2, str(folder), 0.3):
         assert problems == ("first", "second")
         assert any("converting step_000000005: " in line and "seconds so far" in line for line in told)
+
+
+def test_p17_every_group_gets_its_own_saved_options_by_name_and_none_that_its_optimizer_does_not_know() -> (
+    None
+):
+    ruined = [
+        {"name": "decay", "weight_decay": 0.1, "lr": 1.0, "fused": None, "params": [1]} for _ in range(2)
+    ]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=ruined))
+    before = [
+        {"name": "decay", "weight_decay": 0.3, "lr": 9.0},
+        {"name": "no_decay", "weight_decay": 0.0, "lr": 9.0},
+    ]
+    saved = [
+        {"name": "no_decay", "weight_decay": 0.0, "lr": 1.0, "fused": None, "params": [0]},
+        {"name": "decay", "weight_decay": 0.1, "lr": 1.0, "fused": None, "params": [1]},
+    ]
+    partitions.repair_options(engine, before, saved)
+    assert ruined == [
+        {"name": "decay", "weight_decay": 0.1, "lr": 1.0, "params": [1]},
+        {"name": "no_decay", "weight_decay": 0.0, "lr": 1.0, "params": [1]},
+    ]
 
 
 def test_what_fits_needs_no_conversion_and_what_differs_is_named() -> None:

@@ -60,11 +60,13 @@ def run_elastic(
     overrides: tuple[str, ...] = (),
     alter: Callable[[nn.Module], None] | None = None,
     rate: float | None = None,
+    real_tool: bool = False,
 ) -> Outcome:
     """Train; with `stop_after`, stop as a preempted run does after that step, its checkpoint saved.
 
     `alter` changes the module before the engine is opened: to freeze a parameter, or add a buffer. `rate` is
-    the learning rate of every step in place of the schedule's.
+    the learning rate of every step in place of the schedule's. DeepSpeed's tool runs in this process, which has
+    imported it already, unless `real_tool`.
     """
     engines: list[Any] = []
     restored: list[Snapshot] = []
@@ -107,6 +109,8 @@ def run_elastic(
         trained.append(record.step - 1)
         return record, with_stop(record.step == stop_after, asked)
 
+    if not real_tool:
+        patch.setattr(convert, "_run_tool", tool_in_this_process)
     patch.setattr(Saver, "save", saving)
     patch.setattr(train_module, "take_step", stepped)
     patch.setattr(opening, "build_model", built)
@@ -134,22 +138,19 @@ def run_each(world: World, run_files: list[str]) -> list[Outcome]:
     return [run_elastic(world, run_file) for run_file in run_files]
 
 
-def convert_here(world: World, folder: str) -> None:
-    """Convert a checkpoint, with DeepSpeed's tool called in this process that has imported it already."""
+def tool_in_this_process(source: Path, result: Path, _: Any) -> None:
+    """DeepSpeed's tool called here: a process of its own takes seconds to start."""
     from deepspeed.checkpoint import ds_to_universal
 
-    def call(source: Path, result: Path, _: Any) -> None:
-        words = {"input_folder": str(source), "output_folder": str(result), "keep_temp_folder": False}
-        words |= {
-            "num_extract_workers": 1,
-            "num_merge_workers": 1,
-            "strict": True,
-            "inject_missing_state": True,
-        }
-        ds_to_universal.main(argparse.Namespace(**words))
+    words = {"input_folder": str(source), "output_folder": str(result), "keep_temp_folder": False}
+    words |= {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(argparse.Namespace(**words))
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(convert, "_run_tool", call)
+
+def convert_here(world: World, folder: str) -> None:
+    """Convert a checkpoint offline."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "_run_tool", tool_in_this_process)
         convert.convert(Path(folder))
 
 
@@ -159,7 +160,9 @@ def restore_and_save(world: World, run_file: str) -> Snapshot:
     root = plan.out / "checkpoints"
     found = store.find(root, world, print)
     assert found is not None
-    found = store.fitted(found, plan.deepspeed, world, print)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "_run_tool", tool_in_this_process)
+        found = store.fitted(found, plan.deepspeed, world, print)
     engine = opening.open_run_engine(plan, world)
     state = store.restore(found, engine, plan.run.seed, world, print)
     texts = {"deepspeed.json": plan.deepspeed_text}

@@ -173,7 +173,7 @@ def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: 
     straight = run_ranks(run_elastic, 2, str(straight_file))
     samples: dict[int, Any] = {}
     for world, last in ((2, 2), (3, 4), (1, 6), (2, None)):
-        outcomes = run_ranks(run_elastic, world, str(cut_file), last)
+        outcomes = run_ranks(run_elastic, world, str(cut_file), last, (), None, None, True)
         assert samples.keys().isdisjoint(outcomes[0].samples)
         samples |= outcomes[0].samples
         if world == 3:
