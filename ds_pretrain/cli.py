@@ -1,6 +1,7 @@
 """The `ds-pretrain` command: parsing, and one call each."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"ds-pretrain: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("ds-pretrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 
@@ -79,6 +83,12 @@ def prepare_command(words: argparse.Namespace) -> int:
         f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones dropped, "
         f"{done.tokens_per_second:,.0f} tokens/s"
     )
+    if done.replaced:
+        print(
+            f"WARNING    {done.replaced:,} documents hold U+FFFD, which stands for bytes that are not UTF-8; "
+            "`grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -158,9 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         "sources", nargs="+", metavar="SOURCE", help="files, folders, or a data set's hub name"
     )
     prepare.add_argument("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
-    prepare.add_argument(
-        "--out", required=True, type=Path, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json"
-    )
+    prepare.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
     prepare.add_argument(
         "--train-tokenizer",
         type=int,

@@ -1,5 +1,7 @@
 """Text from a checkpoint, on one process: the quickest look at what a run has learned."""
 
+import json
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -8,11 +10,13 @@ import torch
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.universal import whole_weights
 from ds_pretrain.data.indexed import open_source
-from ds_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.models.build import build_model
 from ds_pretrain.plan import Plan
 from ds_pretrain.world import World
+
+MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
 
 
 def sample(
@@ -21,9 +25,12 @@ def sample(
     """(checkpoint, text) of `count` continuations of `prompt`; an empty prompt starts a document.
 
     Raises:
-        InputError: there is no checkpoint (at that step), or no source says which tokenizer made it.
+        InputError: a number that cannot be meant, no checkpoint (at that step), or no tokenizer to be had.
     """
+    _refuse_numbers(count, max_tokens, temperature, seed)
     tokenizer = run_tokenizer(plan)
+    start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
+    _refuse_length(plan, 1 + len(start), max_tokens)
     folder = store.newest_intact(plan.out / "checkpoints", step)
     model = build_model(
         plan.model_text,
@@ -44,7 +51,6 @@ def sample(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     torch.manual_seed(seed)
-    start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
     ids = torch.tensor([[tokenizer.eos_id, *start]], device=device)  # [1, T]
     for _ in range(count):
         out = model.generate(
@@ -63,10 +69,42 @@ def sample(
 def run_tokenizer(plan: Plan) -> Tokenizer:
     """The tokenizer that the run's sources were prepared with."""
     for section in plan.run.sources.values():
-        sidecar = open_source(section.path).sidecar
-        if sidecar is not None and "tokenizer" in sidecar:
-            return load_tokenizer(sidecar["tokenizer"])
+        if tokenizer := tokenizer_of(open_source(section.path)):
+            return tokenizer
     raise InputError(
         f"{plan.run_path}: no source says which tokenizer made it, so ids cannot be turned into text; "
         "sources written by `ds-pretrain prepare` do"
     )
+
+
+def _refuse_numbers(count: int, max_tokens: int, temperature: float, seed: int) -> None:
+    problems = []
+    if count < 1:
+        problems.append(f"--count {count}: expected at least 1")
+    if max_tokens < 1:
+        problems.append(f"--tokens {max_tokens}: expected at least 1")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        problems.append(
+            f"--temperature {temperature:g}: expected at least {MIN_TEMPERATURE:g}, or 0 for the likeliest "
+            "token each time"
+        )
+    if not 0 <= seed < 1 << 63:
+        problems.append(f"--seed {seed}: expected 0 to 2**63 - 1")
+    if problems:
+        raise InputError(problems)
+
+
+def _refuse_length(plan: Plan, prompt_tokens: int, max_tokens: int) -> None:
+    """Positions beyond those that the model has were never trained, or do not exist."""
+    config = json.loads(plan.model_text)
+    limit = config.get("max_position_embeddings", config.get("n_positions"))
+    if isinstance(limit, int) and prompt_tokens + max_tokens > limit:
+        raise InputError(
+            f"{prompt_tokens:,} tokens of prompt (with the start of a document) and --tokens {max_tokens:,} "
+            f"are more than the model's {limit:,} positions; "
+            + (
+                f"--tokens {limit - prompt_tokens:,} is the most"
+                if prompt_tokens < limit
+                else "shorten the prompt"
+            )
+        )

@@ -1,7 +1,7 @@
 """Documents to ids on all cores: batches out to threads, ids back in order, a bounded number in flight."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import local
@@ -9,7 +9,8 @@ from threading import local
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.documents import DocumentMode, Input, read_documents
+from ds_pretrain.data.documents import read_documents
+from ds_pretrain.data.inputs import DocumentMode, Input
 from ds_pretrain.data.partial import Counts
 from ds_pretrain.data.tokenizer import Tokenizer, copy_of
 
@@ -47,7 +48,7 @@ def read_batches(inputs: Sequence[Input], reading: Reading, start: Counts) -> It
 
 def encode_in_order(
     batches: Iterator[Batch], tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Batch, list[NDArray[np.integer]]]]:
+) -> Generator[tuple[Batch, list[NDArray[np.integer]]], None, None]:
     """Each batch with the ids of its texts, in order, a bounded number ahead.
 
     Threads, not processes: the tokenizer works outside the GIL, nothing is pickled, a kill leaves no orphans.

@@ -98,8 +98,17 @@ class TokenSource:
 
 
 def stem_of(prefix: Path | str) -> Path:
-    """The prefix of a corpus, given with or without `.bin` or `.idx`."""
+    """The prefix of a corpus, given with or without `.bin` or `.idx`.
+
+    Raises:
+        InputError: it has no last name that `.bin` could be added to.
+    """
     path = Path(prefix)
+    if path.name in ("", "..") or str(prefix).endswith("/"):
+        raise InputError(
+            f"{str(prefix)!r} names a folder; expected a corpus in it by its prefix, such as "
+            f"{path / 'train'} for {path / 'train'}.bin and .idx"
+        )
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
@@ -112,9 +121,19 @@ def open_source(prefix: Path | str) -> TokenSource:
     """Open a corpus by its prefix and check that its files fit together. Reads the index, not the tokens.
 
     Raises:
-        InputError: a file is missing, foreign, truncated, or disagrees with another.
+        InputError: a file is missing, unreadable, foreign, truncated, or disagrees with another.
     """
     stem = stem_of(prefix)
+    try:
+        return _open(stem)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or stem}: cannot be read ({error.strerror or error}); correct its name or its "
+            "permissions"
+        ) from error
+
+
+def _open(stem: Path) -> TokenSource:
     bin_path, idx_path = file_of(stem, "bin"), file_of(stem, "idx")
     missing = [path for path in (bin_path, idx_path) if not path.is_file()]
     if missing:
@@ -128,7 +147,7 @@ def open_source(prefix: Path | str) -> TokenSource:
     # Read before the map: an empty file cannot be mapped, and has been refused above.
     stream = np.memmap(bin_path, dtype=dtype, mode="r")
     source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(file_of(stem, "json")))
-    if problems := _sidecar_problems(source):
+    if problems := _type_problems(source) or _sidecar_problems(source):
         raise InputError(problems)
     return source
 
@@ -224,9 +243,24 @@ def _read_sidecar(path: Path) -> dict[str, Any] | None:
         return None
     try:
         sidecar = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error}); remove it, or prepare the source again") from error
     return sidecar if isinstance(sidecar, dict) else None
+
+
+def _type_problems(source: TokenSource) -> list[str]:
+    """What PREFIX.json holds in another form than `prepare` writes it."""
+    sidecar, path = source.sidecar or {}, file_of(source.prefix, "json")
+    problems = [
+        f"{path}: {name} = {sidecar[name]!r}; expected a whole number, at least {least}: correct or remove it"
+        for name, least in (("vocab_size", 1), ("eos_id", 0), ("max_id", 0))
+        if name in sidecar and not (type(sidecar[name]) is int and sidecar[name] >= least)
+    ]
+    return problems + [
+        f"{path}: {name} = {sidecar[name]!r}; expected text: correct or remove it"
+        for name in ("tokenizer", "tokenizer_hash", "eos_token")
+        if name in sidecar and not isinstance(sidecar[name], str)
+    ]
 
 
 def _sidecar_problems(source: TokenSource) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which source, and which sample of it, each draw of a mixture reads: one cost anywhere, exact at every split.
+"""Which source, and which sample of it, a draw of a mixture reads: one cost anywhere, exact at every split.
 
 Draws come in blocks of 4,096. In each block every source has the same whole number of draws (its quota, by
 largest remainder), and the places within the block are shuffled under a key of the block's own. Whoever asks
@@ -100,8 +100,8 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     small = [at for at, quota in enumerate(quotas) if quota == 0]
     if small:
         raise InputError(
-            f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of all, less than one "
-            f"draw in {BLOCK_DRAWS}; the least sure to be drawn is {smallest:.3g}: raise it, or leave it out"
+            f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of all, less than "
+            f"one draw in {BLOCK_DRAWS}; the least that is drawn is {smallest:.3g}: raise or drop it"
             for at in small
         )
     return Mixture(names=names, quotas=quotas, key=key)

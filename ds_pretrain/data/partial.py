@@ -1,5 +1,6 @@
 """Work in progress in OUT.partial/: how far it is, whose it is, and whether it can be continued."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,7 +38,7 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
     # A .bin without an index, beside a state, is ours: killed between two renames.
     if (partial_folder(prefix) / "state.json").exists() and not file_of(prefix, "idx").exists():
         return
-    existing = [path for end in ("bin", "idx", "json") if (path := file_of(prefix, end)).exists()]
+    existing = [path for end in ("bin", "idx", "json") if os.path.exists(path := file_of(prefix, end))]
     if existing and not overwrite:
         names = ", ".join(path.name for path in existing)
         raise InputError(f"--out {prefix}: {names} exist already; choose another prefix, or pass --overwrite")
@@ -54,9 +55,10 @@ def resume(prefix: Path, key: str, itemsize: int, say: Callable[[str], None]) ->
     path = partial_folder(prefix) / "state.json"
     if not path.exists():
         return Counts()
-    state = json.loads(path.read_text())
-    counts = Counts(**state["counts"])
-    if state["key"] != key:
+    state_key, counts = _read_state(path)
+    if counts is None:
+        say(f"{path}: cannot be read; starting over")
+    elif state_key != key:
         say(f"{prefix}: the inputs or the tokenizer changed since the interrupted call; starting over")
     elif not _all_there(prefix, counts, itemsize):
         say(f"{prefix}: what the interrupted call wrote is no longer there; starting over")
@@ -65,6 +67,25 @@ def resume(prefix: Path, key: str, itemsize: int, say: Callable[[str], None]) ->
         return counts
     path.unlink()
     return Counts()
+
+
+def stopped(prefix: Path) -> str:
+    """What to tell a person whose `prepare` was interrupted."""
+    _, counts = _read_state(partial_folder(prefix) / "state.json")
+    if counts is None:
+        return f"{prefix}: interrupted before a document was written; the same command starts over"
+    return (
+        f"{prefix}: interrupted; {counts.documents:,} documents, {counts.tokens:,} tokens are kept, and the "
+        "same command continues after them"
+    )
+
+
+def _read_state(path: Path) -> tuple[str, Counts | None]:
+    try:
+        state = json.loads(path.read_text())
+        return state["key"], Counts(**state["counts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", None
 
 
 def _all_there(prefix: Path, counts: Counts, itemsize: int) -> bool:
@@ -80,9 +101,17 @@ class alone:  # noqa: N801  (reads as a word in a with statement)
 
     def __init__(self, prefix: Path) -> None:
         self.folder = partial_folder(prefix)
+        above = [path for path in self.folder.parents if not os.path.exists(path)]
+        self.created = above  # innermost first
 
     def __enter__(self) -> None:
-        self.descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(
+                f"--out: cannot write {self.folder} ({error.strerror or error}); choose another prefix"
+            ) from error
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -95,3 +124,6 @@ class alone:  # noqa: N801  (reads as a word in a with statement)
         os.close(self.descriptor)
         if self.folder.is_dir() and not (self.folder / "state.json").exists():
             shutil.rmtree(self.folder)  # failed before anything was worth keeping
+            with contextlib.suppress(OSError):  # as soon as one holds something else
+                for path in self.created:
+                    path.rmdir()

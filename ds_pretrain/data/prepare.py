@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.documents import DocumentMode, Input, find_inputs, identity, read_documents
+from ds_pretrain.data.documents import read_documents
 from ds_pretrain.data.encode import Batch, Reading, encode_in_order, read_batches
 from ds_pretrain.data.indexed import file_of, stem_of
-from ds_pretrain.data.partial import Counts, alone, refuse_existing, resume, save_state
+from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity
+from ds_pretrain.data.interrupt import interruptible
+from ds_pretrain.data.partial import Counts, alone, refuse_existing, resume, save_state, stopped
 from ds_pretrain.data.progress import Progress
-from ds_pretrain.data.tokenizer import BYTES, Tokenizer, load_tokenizer, train_tokenizer
-from ds_pretrain.data.writer import IndexedWriter, dtype_for, partial_folder
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import ensure_writable_folder
+from ds_pretrain.data.tokenizer import Tokenizer, load_tokenizer, paths_of
+from ds_pretrain.data.training import refuse_training, train_once
+from ds_pretrain.data.writer import IndexedWriter, dtype_for
+from ds_pretrain.errors import InputError, Preempted
+from ds_pretrain.files import folder_problem
 
-SYNC_TOKENS = 1 << 24  # what a kill can cost: a few seconds' work
+SYNC_TOKENS, SYNC_SECONDS = 1 << 24, 30.0  # what a kill can cost: the lesser of both
 _KEY_VERSION = 1
 
 
@@ -76,27 +80,99 @@ def prepare(
 
     Raises:
         InputError: whatever of this cannot be done, before anything is written where that can be known.
+        Preempted: interrupted (Ctrl-C, SIGTERM, SIGHUP); what is done is kept.
     """
     prefix = stem_of(out)
+    reading: Reading = (document, text_column, split)
     num_workers = workers if workers is not None else len(os.sched_getaffinity(0))
-    if num_workers < 1:
-        raise InputError(f"--workers {workers}: expected at least 1")
-    inputs = find_inputs(sources, document)
-    refuse_existing(prefix, overwrite)
-    ensure_writable_folder(prefix.parent, "--out")
-    partial_folder(prefix).mkdir(exist_ok=True)
-    reading = (document, text_column, split)
-    with alone(prefix):
-        if train_tokenizer_size is not None:
-            _train(inputs, reading, tokenizer, train_tokenizer_size, overwrite, say)
-        loaded = load_tokenizer(tokenizer, eos_token)
-        dtype_for(loaded.vocab_size)
-        key = _key(inputs, reading, loaded.hash)
-        start = resume(prefix, key, dtype_for(loaded.vocab_size).itemsize, say)
-        began = time.monotonic()
+    try:
+        with interruptible():
+            inputs, loaded = _checked(
+                sources,
+                document,
+                prefix,
+                num_workers,
+                tokenizer,
+                train_tokenizer_size,
+                eos_token,
+                overwrite,
+                say,
+            )
+            with alone(prefix):
+                if loaded is None:
+                    assert train_tokenizer_size is not None
+                    loaded = _train(inputs, reading, tokenizer, train_tokenizer_size, overwrite, say)
+                return _written(inputs, reading, loaded, prefix, num_workers, progress, say)
+    except KeyboardInterrupt:
+        raise Preempted(stopped(prefix)) from None
+
+
+def _checked(
+    sources: Sequence[str],
+    document: DocumentMode,
+    prefix: Path,
+    workers: int,
+    tokenizer: str,
+    train_size: int | None,
+    eos_token: str | None,
+    overwrite: bool,
+    say: Callable[[str], None],
+) -> tuple[list[Input], Tokenizer | None]:
+    """The inputs, and the tokenizer unless it is to be trained. Writes nothing.
+
+    Raises:
+        InputError: all that is wrong.
+    """
+    inputs: list[Input] = []
+    loaded: list[Tokenizer] = []
+    own = [*(file_of(prefix, end) for end in ("bin", "idx", "json", "partial")), *paths_of(tokenizer)]
+
+    def find() -> None:
+        inputs.extend(find_inputs(sources, document, own, say))
+
+    def load() -> None:
+        if train_size is None:
+            loaded.append(load_tokenizer(tokenizer, eos_token))
+            dtype_for(loaded[0].vocab_size)
+        else:
+            refuse_training(tokenizer, train_size, eos_token)
+
+    problems = [] if workers >= 1 else [f"--workers {workers}: expected at least 1"]
+    if problem := folder_problem(prefix.parent, "--out"):
+        problems.append(problem)
+    for check in (find, load, lambda: refuse_existing(prefix, overwrite)):
+        try:
+            check()
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(problems)
+    return inputs, loaded[0] if loaded else None
+
+
+def _written(
+    inputs: Sequence[Input],
+    reading: Reading,
+    tokenizer: Tokenizer,
+    prefix: Path,
+    workers: int,
+    progress: bool,
+    say: Callable[[str], None],
+) -> Summary:
+    """Tokenize and publish, from where an interrupted call stopped."""
+    dtype = dtype_for(tokenizer.vocab_size)
+    key = _key(inputs, reading, tokenizer.hash)
+    start = resume(prefix, key, dtype.itemsize, say)
+    began = time.monotonic()
+    try:
         with Progress(inputs, progress) as bar:
-            end = _tokenize(inputs, reading, loaded, prefix, key, start, num_workers, bar)
-        seconds = time.monotonic() - began
+            end = _tokenize(inputs, reading, tokenizer, prefix, key, start, workers, bar)
+    except OSError as error:
+        raise InputError(
+            f"--out {prefix}: cannot be written ({error.strerror or error}); make room there and start the "
+            "same command again: it continues"
+        ) from error
+    seconds = time.monotonic() - began
     return Summary(
         prefix=prefix,
         documents=end.documents,
@@ -104,9 +180,9 @@ def prepare(
         empty_dropped=end.empty,
         longest=end.longest,
         replaced=end.replaced,
-        dtype=dtype_for(loaded.vocab_size).name,
-        vocab_size=loaded.vocab_size,
-        tokenizer_hash=loaded.hash,
+        dtype=dtype.name,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_hash=tokenizer.hash,
         resumed_at=start.documents,
         seconds=seconds,
         tokens_per_second=(end.tokens - start.tokens) / max(seconds, 1e-9),
@@ -125,25 +201,35 @@ def _tokenize(
 ) -> Counts:
     """Read, tokenize, write, sync now and then, publish. The counts at the end."""
     writer = IndexedWriter(prefix, tokenizer.vocab_size, start.documents, start.tokens)
-    counts, synced = start, start.tokens
+    counts, synced, synced_at = start, start.tokens, time.monotonic()
+
+    def keep() -> None:
+        writer.sync()
+        save_state(prefix, key, counts)
+
     try:
-        batches = read_batches(inputs, reading, start)
-        for batch, encoded in encode_in_order(batches, tokenizer, workers):
-            kept = [ids for ids in encoded if ids.size > 1]  # more than its separator
-            writer.add(kept)
-            counts = _counted(counts, batch, kept)
-            if counts.tokens - synced >= SYNC_TOKENS:
-                writer.sync()
-                save_state(prefix, key, counts)
-                synced = counts.tokens
-            bar.show(counts.input, counts.documents, counts.tokens)
+        try:
+            with closing(
+                encode_in_order(read_batches(inputs, reading, start), tokenizer, workers)
+            ) as batches:
+                for batch, encoded in batches:
+                    kept = [ids for ids in encoded if ids.size > 1]  # more than its separator
+                    writer.add(kept)
+                    counts = _counted(counts, batch, kept)
+                    if counts.tokens - synced >= SYNC_TOKENS or time.monotonic() - synced_at >= SYNC_SECONDS:
+                        keep()
+                        synced, synced_at = counts.tokens, time.monotonic()
+                    bar.show(counts.input, counts.documents, counts.tokens)
+        except KeyboardInterrupt:
+            if counts.documents > 0:
+                keep()  # what was added after `counts` is cut off by the call that continues
+            raise
         if counts.documents == 0:
             raise InputError(
                 f"{', '.join(one.name for one in inputs[:3])}: no documents with text "
                 f"({counts.empty} empty ones); check the path, --text-column and --split"
             )
-        writer.sync()
-        save_state(prefix, key, counts)
+        keep()
         writer.finish(_sidecar(tokenizer, counts))
     finally:
         writer.close()
@@ -169,6 +255,7 @@ def _sidecar(tokenizer: Tokenizer, counts: Counts) -> dict[str, Any]:
         "tokenizer": tokenizer.name,
         "tokenizer_hash": tokenizer.hash,
         "eos_id": tokenizer.eos_id,
+        **({} if tokenizer.eos_token is None else {"eos_token": tokenizer.eos_token}),
         "max_id": counts.max_id,
     }
 
@@ -180,27 +267,10 @@ def _train(
     size: int,
     overwrite: bool,
     say: Callable[[str], None],
-) -> None:
-    """Train a tokenizer at `path`, unless an interrupted call has already trained this one there."""
-    if path == BYTES:
-        raise InputError("--train-tokenizer: `bytes` is built in; pass the folder to write with --tokenizer")
-    folder = Path(path)
+) -> Tokenizer:
     note = json.dumps({"inputs": _key(inputs, reading, ""), "vocab_size": size}) + "\n"
-    trained = folder / "training.json"
-    if trained.is_file() and trained.read_text() == note:
-        say(f"{path}: already trained on these inputs; used as it is")
-        return
-    if folder.exists() and not overwrite:
-        raise InputError(
-            f"--tokenizer {path}: exists, and was not trained on these inputs with {size} entries; leave out "
-            "--train-tokenizer to use it, choose another path, or pass --overwrite"
-        )
-    ensure_writable_folder(folder.parent, "--tokenizer")
     texts = (text for one in inputs for text in read_documents(one, *reading))
-    train_tokenizer(texts, size, folder, note)
-    got = load_tokenizer(path).vocab_size
-    short = "" if got == size else f" (not {size}: the text has no more pairs to merge)"
-    say(f"{path}: trained a tokenizer of {got} entries{short}")
+    return train_once(texts, path, size, note, overwrite, say)
 
 
 def _key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:

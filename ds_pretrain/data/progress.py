@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ds_pretrain.data.documents import Input
+from ds_pretrain.data.inputs import Input
 
 _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
 _WIDTH = 24

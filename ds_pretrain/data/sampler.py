@@ -1,8 +1,8 @@
 """Which samples a step reads: a pure function of (run file, step, skip ledger), and of nothing else.
 
 Seeking to any step costs the same, nothing is replayed, and the number of ranks does not enter: each rank
-takes its slice of the one global batch. The S samples of a step are the next S trained draws of its phase; a draw
-picks a source by the phase's mixture, and a source's draws visit each of its samples once an epoch.
+takes its slice of the one global batch. The S samples of a step are the next S trained draws of its phase; a
+draw picks a source by the phase's mixture, and a source's draws visit each of its samples once an epoch.
 """
 
 from collections.abc import Mapping

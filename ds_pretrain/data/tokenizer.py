@@ -5,34 +5,41 @@ Nothing here imports torch, unless a tokenizer exists only in a form that Transf
 
 import hashlib
 import json
-import shutil
+import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
+from ds_pretrain.data.indexed import TokenSource, file_of
 from ds_pretrain.errors import InputError
-from ds_pretrain.files import sync_folder
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
-_NUM_BYTES = 256
+NUM_BYTES = 256
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TRAINING_NOTE = "training.json"  # beside a tokenizer that we trained: on what
+FILES = (
+    *("tokenizer.json", *_CONFIG_FILES, TRAINING_NOTE),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Text to ids and back. Special tokens written out in a text are text: only `eos_id` ends a document."""
 
-    name: str
+    name: str  # absolute, if it is on disk: whoever reads it may stand in another folder
     vocab_size: int  # rows an embedding needs: added tokens included, and holes in the numbering too
     eos_id: int
     hash: str  # of everything that decides which ids come out
     model: Any = None  # a `tokenizers.Tokenizer`; None: each byte of UTF-8 is a token
+    eos_token: str | None = None  # the text of `eos_id`, where it has one
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """The ids of each text, with no separator and no special token added. Releases the GIL."""
@@ -47,7 +54,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens left out."""
         if self.model is None:
-            return bytes(i for i in ids if i < _NUM_BYTES).decode("utf-8", "replace")
+            return bytes(i for i in ids if i < NUM_BYTES).decode("utf-8", "replace")
         return str(self.model.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
@@ -58,8 +65,12 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
         InputError: there is none, or nothing says which token ends a document and `eos_token` is None.
     """
     if name == BYTES:
+        if eos_token is not None:
+            raise InputError(
+                f"--eos-token {eos_token}: `bytes` ends a document with an id of its own, 256; leave it out"
+            )
         digest = hashlib.sha256(b"bytes: UTF-8, EOS 256").hexdigest()
-        return Tokenizer(BYTES, _NUM_BYTES + 1, _NUM_BYTES, digest)
+        return Tokenizer(BYTES, NUM_BYTES + 1, NUM_BYTES, digest)
     import tokenizers
 
     files = _files_of(name)
@@ -81,7 +92,8 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
         )
     eos_id = ids[eos]
     digest = hashlib.sha256(f"{model.to_str()} eos {eos_id}".encode()).hexdigest()
-    return Tokenizer(name, max(len(ids), max(ids.values()) + 1), eos_id, digest, model)
+    where = os.path.abspath(name) if os.path.exists(name) else name
+    return Tokenizer(where, max(len(ids), max(ids.values()) + 1), eos_id, digest, model, eos)
 
 
 def copy_of(tokenizer: Tokenizer) -> Tokenizer:
@@ -92,51 +104,45 @@ def copy_of(tokenizer: Tokenizer) -> Tokenizer:
 
     model = tokenizers.Tokenizer.from_str(tokenizer.model.to_str())
     model.encode_special_tokens = True  # not saved in the JSON
-    return Tokenizer(tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id, tokenizer.hash, model)
+    return replace(tokenizer, model=model)
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path, note: str) -> None:
-    """Train a byte-level BPE of `vocab_size` entries and publish it as `folder`, whole or not at all.
+def tokenizer_of(source: TokenSource) -> Tokenizer | None:
+    """The tokenizer that `source` was prepared with, by its PREFIX.json; None if that does not say.
 
-    `note` (what it was trained on) is kept beside it. AutoTokenizer opens the folder, and so do we.
+    One that is not where it was is looked for beside the corpus: what moved together still works.
 
     Raises:
-        InputError: fewer entries than the bytes and the separator take.
+        InputError: it is in neither place, or another one is there now.
     """
-    if vocab_size <= _NUM_BYTES:
+    sidecar = source.sidecar or {}
+    name, wanted = sidecar.get("tokenizer"), sidecar.get("tokenizer_hash")
+    if name is None:
+        return None
+    note = file_of(source.prefix, "json")
+    places = [name, str(source.prefix.absolute().parent / Path(name).name)]
+    found = [place for place in places if place == BYTES or os.path.exists(place)]
+    if not found and means_path(name):
         raise InputError(
-            f"--train-tokenizer {vocab_size}: a byte-level tokenizer needs at least "
-            f"{_NUM_BYTES + 1} entries, {_NUM_BYTES} bytes and {END_OF_TEXT}"
+            f"{note}: its tokenizer is neither {places[0]} nor {places[1]}; put it back into one of the two"
         )
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    model = Model(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    for place in found or [name]:
+        loaded = load_tokenizer(place, sidecar.get("eos_token"))
+        if wanted in (None, loaded.hash):
+            return loaded
+    raise InputError(
+        f"{note}: its tokenizer has hash {wanted:.16}, {' and '.join(found or [name])} {loaded.hash:.16}: "
+        "it is another one, whose ids mean other text; put the right one there, or beside the corpus"
     )
-    model.train_from_iterator(texts, trainer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    temporary.chmod(0o755)
-    model.save(str(temporary / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "bos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    (temporary / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (temporary / "training.json").write_text(note)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+
+
+def paths_of(name: str) -> list[Path]:
+    """The folder and the files of a tokenizer on disk, there or to be trained: none of them is a text."""
+    path = Path(name)
+    if name == BYTES:
+        return []
+    folder = path.parent if path.is_file() else path
+    return [path, *(folder / file for file in FILES)]
 
 
 def _files_of(name: str) -> dict[str, str]:
@@ -146,42 +152,44 @@ def _files_of(name: str) -> dict[str, str]:
     if path.is_file():
         beside = {file: path.with_name(file) for file in _CONFIG_FILES}
         return {
-            "tokenizer.json": path.read_text(),
-            **{file: at.read_text() for file, at in beside.items() if at.is_file()},
+            "tokenizer.json": _read(path),
+            **{file: _read(at) for file, at in beside.items() if at.is_file()},
         }
     if path.is_dir():
-        return {file: (path / file).read_text() for file in wanted if (path / file).is_file()}
-    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        return {file: _read(path / file) for file in wanted if (path / file).is_file()}
+    if means_path(name):
         raise InputError(
-            f"tokenizer {name}: no such file or folder; expected `bytes`, a folder with a tokenizer.json, "
+            f"tokenizer {name}: {not_here(name)}; expected `bytes`, a folder with a tokenizer.json, "
             "or the name of a tokenizer on the hub (to train one there, add --train-tokenizer N)"
         )
     return _hub_files(name, wanted)
 
 
 def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
+    """From the hub, or from what is cached of it where the hub cannot be had."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    missing = missing_from_hub(name, "model")
     files = {}
     for file in wanted:
         try:
-            files[file] = Path(hf_hub_download(name, file)).read_text()
+            files[file] = _read(Path(hf_hub_download(name, file, local_files_only=missing is not None)))
         except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, hence first
-            raise _hub_problem(name, error) from error
+            if not files:
+                raise _hub_problem(name, missing or str(error)) from error
         except EntryNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise _hub_problem(name, error) from error
+            raise _hub_problem(name, missing or str(error)) from error
     return files
 
 
-def _hub_problem(name: str, error: Exception) -> InputError:
-    reason = str(error).strip().splitlines()[0]
+def _hub_problem(name: str, reason: str) -> InputError:
     return InputError(
-        f"tokenizer {name}: no such folder here, and not to be had from the hub ({reason}); give a "
-        f"folder with a tokenizer.json, or on a machine with a connection run "
-        f"`hf download {name}` and copy the folder here"
+        f"tokenizer {name}: {not_here(name)} here, and {reason.strip().splitlines()[0]}; expected `bytes`, a "
+        "folder with a tokenizer.json, or the name of a tokenizer on the hub; from elsewhere, run "
+        f"`hf download {name}` there and copy the folder here"
     )
 
 
@@ -205,9 +213,24 @@ def _converted(name: str) -> dict[str, str]:
     return files
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); copy the tokenizer's files again") from error
+
+
+def _config(name: str, text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"tokenizer: {name} is not JSON ({error}); copy the file again") from error
+    return config if isinstance(config, dict) else {}
+
+
 def _eos_of(files: dict[str, str]) -> str | None:
     for file in _CONFIG_FILES:
-        token = json.loads(files.get(file, "{}")).get("eos_token")
+        token = _config(file, files.get(file, "{}")).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             return str(token)

@@ -120,6 +120,7 @@ def test_p36_p41_type_vocabulary_and_tokenizer_are_stored_beside_the_data(
         "tokenizer": str(tmp_path / "bpe"),
         "tokenizer_hash": tokenizer.hash,
         "eos_id": tokenizer.eos_id,
+        "eos_token": "<|endoftext|>",
         "max_id": int(source.tokens(0, source.num_tokens).max()),
     }
     assert "added tokens included" in check_source(source, 8, tokenizer.vocab_size - 1)[0]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ds_pretrain.data import progress as module
-from ds_pretrain.data.documents import Input
+from ds_pretrain.data.inputs import Input
 from ds_pretrain.data.progress import Progress
 
 INPUTS = [Input("a", "text", 100), Input("b", "text", 300)]

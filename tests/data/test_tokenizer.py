@@ -11,7 +11,10 @@ import pytest
 import tokenizers
 
 from ds_pretrain.data import tokenizer as module
-from ds_pretrain.data.tokenizer import copy_of, load_tokenizer, train_tokenizer
+from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, tokenizer_of
+from ds_pretrain.data.training import train_tokenizer
+from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.errors import InputError
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☃ 𝄞", "<|endoftext|> is text here", ""]
@@ -128,7 +131,7 @@ def test_eos_is_read_from_either_file_or_given(tmp_path: Path) -> None:
     assert loaded.hash != load_tokenizer(str(folder), "<s>").hash
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c"])
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "tok.json", "a b", "~/tok", "tok/"])
 def test_a_tokenizer_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"tokenizer {name}: no such file or folder; expected `bytes`"):
         load_tokenizer(name)
@@ -145,30 +148,143 @@ def test_a_folder_that_transformers_cannot_convert_is_refused(tmp_path: Path) ->
         load_tokenizer(str(tmp_path))
 
 
-def test_a_hub_name_without_a_connection_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """A hub with one tokenizer, `some/model`: `hub["down"]` takes it from the net and leaves the cache."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    def offline(*_: object) -> str:
-        raise LocalEntryNotFoundError("cannot find the file in the cache, and outgoing traffic is disabled")
+    state: dict[str, Any] = {"folder": save_word_level(tmp_path / "hub", eos_token="</s>"), "down": False}
+    state |= {"cached": True, "asked": []}
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(InputError, match=r"outgoing traffic is disabled.*run `hf download some/model`"):
-        load_tokenizer("some/model")
+    def model_info(self: object, name: str, timeout: float) -> None:
+        state["asked"].append((name, timeout))
+        if state["down"]:
+            raise OSError("no route to the hub")
 
-
-def test_a_hub_tokenizer_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from huggingface_hub.errors import EntryNotFoundError
-
-    folder = save_word_level(tmp_path / "t", eos_token="</s>")
-
-    def download(name: str, file: str) -> str:
+    def download(name: str, file: str, local_files_only: bool) -> str:
         assert name == "some/model"
-        if not (folder / file).exists():
+        assert local_files_only == state["down"]
+        if not (state["cached"] or not state["down"]):
+            raise LocalEntryNotFoundError("not cached, and offline")
+        if not (state["folder"] / file).exists():
             raise EntryNotFoundError(file)
-        return str(folder / file)
+        return str(state["folder"] / file)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert load_tokenizer("some/model").hash == load_tokenizer(str(folder)).hash
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return state
+
+
+def test_a_hub_tokenizer_is_read_from_its_files(hub: dict[str, Any]) -> None:
+    loaded = load_tokenizer("some/model")
+    assert loaded.hash == load_tokenizer(str(hub["folder"])).hash
+    assert loaded.name == "some/model"  # a hub name is the same everywhere
+    ((name, timeout),) = hub["asked"]
+    assert name == "some/model"
+    assert timeout <= 5
+
+
+def test_a_hub_tokenizer_without_a_connection_is_read_from_the_cache(hub: dict[str, Any]) -> None:
+    hub["down"] = True
+    assert load_tokenizer("some/model").hash == load_tokenizer(str(hub["folder"])).hash
+
+
+def test_a_hub_name_that_is_nowhere_says_both(hub: dict[str, Any]) -> None:
+    hub.update(down=True, cached=False)
+    with pytest.raises(
+        InputError,
+        match=r"tokenizer some/model: no such file or folder here, and the hub cannot be reached "
+        r"\(no route to the hub\); .*`hf download some/model`",
+    ):
+        load_tokenizer("some/model")
+    assert len(hub["asked"]) == 1  # once: the libraries would try for half a minute
+
+
+def test_bytes_have_no_token_of_text_to_end_a_document() -> None:
+    with pytest.raises(
+        InputError, match=r"--eos-token <s>: `bytes` ends a document with an id of its own, 256"
+    ):
+        load_tokenizer("bytes", "<s>")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000])
+def test_a_broken_config_beside_a_tokenizer_is_refused(tmp_path: Path, name: str, text: bytes) -> None:
+    folder = save_word_level(tmp_path / "t")
+    (folder / name).write_bytes(text)
+    with pytest.raises(InputError, match=f"tokenizer: {name} is not JSON"):
+        load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: cannot be read .*copy the tokenizer's files again"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
+def corpus(prefix: Path, tokenizer: Tokenizer, **changed: object) -> TokenSource:
+    """A corpus that says it was prepared with `tokenizer`."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    writer = IndexedWriter(prefix, tokenizer.vocab_size)
+    writer.add([np.array([1, 2, tokenizer.eos_id])])
+    sidecar = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_hash": tokenizer.hash,
+        "eos_token": tokenizer.eos_token,
+    }
+    writer.finish({**{key: value for key, value in sidecar.items() if value is not None}, **changed})
+    return open_source(prefix)
+
+
+def test_a_source_gives_its_tokenizer_back_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_word_level(tmp_path / "tok")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_tokenizer("tok", "<s>")  # nothing in the folder says that <s> ends a document
+    assert loaded.name == str(tmp_path / "tok")
+    source = corpus(tmp_path / "data/x", loaded)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = tokenizer_of(source)
+    assert again is not None
+    assert (again.hash, again.eos_id) == (loaded.hash, 4)
+
+
+def test_a_source_of_bytes_and_a_foreign_one(tmp_path: Path) -> None:
+    loaded = tokenizer_of(corpus(tmp_path / "x", load_tokenizer("bytes")))
+    assert loaded is not None
+    assert loaded.name == "bytes"
+    (tmp_path / "x.json").unlink()
+    assert tokenizer_of(open_source(tmp_path / "x")) is None
+
+
+def test_a_tokenizer_that_moved_is_found_beside_the_corpus(tmp_path: Path) -> None:
+    loaded = load_tokenizer(str(save_word_level(tmp_path / "tok", eos_token="</s>")))
+    source = corpus(tmp_path / "data/x", loaded)
+    (tmp_path / "tok").rename(tmp_path / "data/tok")
+    moved = tokenizer_of(source)
+    assert moved is not None
+    assert (moved.name, moved.hash) == (str(tmp_path / "data/tok"), loaded.hash)
+    save_word_level(
+        tmp_path / "tok", lambda m: m.add_tokens(["x"]), eos_token="</s>"
+    )  # another one, in its place
+    again = tokenizer_of(source)
+    assert again is not None
+    assert again.hash == loaded.hash
+    (tmp_path / "data/tok").rename(tmp_path / "gone")
+    with pytest.raises(
+        InputError, match=rf"x\.json: its tokenizer has hash {loaded.hash[:16]}, .*tok .*: it is another one"
+    ):
+        tokenizer_of(source)
+    (tmp_path / "tok").rename(tmp_path / "gone too")
+    with pytest.raises(
+        InputError, match=r"x\.json: its tokenizer is neither .*/tok nor .*/data/tok; put it back"
+    ):
+        tokenizer_of(source)
 
 
 def test_loading_a_tokenizer_from_disk_imports_neither_torch_nor_transformers(trained: Path) -> None:

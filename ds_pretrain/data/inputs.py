@@ -1,0 +1,204 @@
+"""The files and data sets behind the words that a person gives to `prepare`: found, or refused."""
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
+from ds_pretrain.data.indexed import MAGIC
+from ds_pretrain.errors import InputError
+
+DocumentMode = Literal["file", "line", "paragraph"]
+MAX_DOCUMENT_BYTES = 256 << 20  # a text file read as one document is held in memory
+
+_COLUMNS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_READERS = {**_COLUMNS, ".json": "json"}  # within a folder a .json may be anything
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file, or one data set of the hub, that documents are read from."""
+
+    name: str
+    reader: str  # "text", "hub", or the `datasets` builder that reads it
+    num_bytes: int = 0
+    modified_ns: int = 0
+
+
+def find_inputs(
+    sources: Sequence[str],
+    document: DocumentMode,
+    own: Sequence[Path] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Input]:
+    """The files behind `sources`, in the order given and, within a folder, of their paths.
+
+    A folder with jsonl, parquet or arrow files is a data set: those are read, and nothing else in it. In any
+    other folder each text file is read; hidden files, `__pycache__`, files with a NUL byte and what `prepare`
+    wrote are not: `own`, the files and folders that this call writes or takes its tokenizer from, and earlier
+    corpora and tokenizers. What is left out is said.
+
+    Raises:
+        InputError: a source is not there, holds nothing to read, is given twice, or is too large.
+    """
+    inputs: list[Input] = []
+    problems: list[str] = []
+    writes = frozenset(Path(os.path.realpath(path)) for path in own)
+    for source in sources:
+        try:
+            inputs += _behind(source, writes, say)
+        except InputError as error:
+            problems += error.problems
+    problems += _given_twice(inputs)
+    problems += [
+        f"{one.name}: {one.num_bytes} bytes are too many for one document (at most {MAX_DOCUMENT_BYTES}); "
+        "split it with --document line or --document paragraph"
+        for one in inputs
+        if one.reader == "text" and document == "file" and one.num_bytes > MAX_DOCUMENT_BYTES
+    ]
+    if problems:
+        raise InputError(problems)
+    return inputs
+
+
+def identity(inputs: Sequence[Input]) -> str:
+    """A hash of names, sizes and times: another one means that the documents may have changed."""
+    text = "\n".join(f"{one.name}\t{one.reader}\t{one.num_bytes}\t{one.modified_ns}" for one in inputs)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def open_text(path: Path) -> BinaryIO:
+    """The bytes of a text file; a `.gz` is unpacked on the way."""
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _behind(source: str, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
+    if os.path.isdir(source) and source:
+        return _in_folder(Path(source), own, say)
+    if os.path.isfile(source):
+        return [_single_file(Path(source), own)]
+    if os.path.exists(source):
+        raise InputError(f"{source}: neither a file nor a folder; write what it gives to a file first")
+    if means_path(source):
+        raise InputError(
+            f"{source or repr(source)}: {not_here(source)}; expected either, or the name of a hub data set"
+        )
+    if reason := missing_from_hub(source, "dataset"):
+        raise InputError(
+            f"{source}: {not_here(source)} here, and {reason}; expected a file, a folder, or the name of a "
+            "hub data set"
+        )
+    return [Input(source, "hub")]
+
+
+def _single_file(path: Path, own: frozenset[Path]) -> Input:
+    reader = _READERS.get(_ending(path), "text")
+    if Path(os.path.realpath(path)) in own:
+        raise InputError(
+            f"{path}: belongs to the tokenizer, or is what this command writes; name the text, or choose "
+            "another --out"
+        )
+    if reader == "text" and not _is_text(path):
+        raise InputError(f"{path}: holds a NUL byte, so it is not UTF-8 text; convert it, or leave it out")
+    return _file(path, reader)
+
+
+def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
+    root = Path(os.path.realpath(folder))
+    inside = frozenset(path for path in own if root in path.parents)
+    paths = [Path(where) / name for where, names in _walk(folder, inside) for name in names]
+    # As text, so that the order is the same on every file system.
+    paths = sorted((path for path in paths if path.is_file()), key=lambda path: path.as_posix())
+    columns = [path for path in paths if _ending(path) in _COLUMNS]
+    if columns:
+        return [_file(path, _READERS[_ending(path)]) for path in _once(folder, columns, say)]
+    ours = [path for path in paths if Path(os.path.realpath(path)) in own or _is_of_corpus(path)]
+    _say_left_out(folder, ours, "that prepare writes or takes its tokenizer from", say)
+    paths = _once(folder, [path for path in paths if path not in set(ours)], say)
+    binary = [path for path in paths if not _is_text(path)]
+    _say_left_out(folder, binary, "with a NUL byte, which are not text", say)
+    texts = [path for path in paths if path not in set(binary)]
+    if not texts:
+        raise InputError(f"{folder}: a folder without text, jsonl, parquet or arrow files")
+    return [_file(path, "text") for path in texts]
+
+
+def _walk(folder: Path, own: frozenset[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Folders and the names of their files, without hidden ones and folders that `prepare` wrote."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be read ({error.strerror}); fix it or leave it out")
+
+    for where, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name != "__pycache__"
+            and Path(os.path.realpath(Path(where) / name)) not in own
+            and not _is_written(Path(where) / name)
+        )
+        yield where, [name for name in files if not name.startswith(".")]
+
+
+def _is_written(folder: Path) -> bool:
+    """A corpus half done, or a tokenizer that --train-tokenizer wrote."""
+    half_done = folder.suffix == ".partial" and (folder / "lengths").is_file()
+    return half_done or ((folder / "tokenizer.json").is_file() and (folder / "training.json").is_file())
+
+
+def _is_of_corpus(path: Path) -> bool:
+    """One of PREFIX.bin, .idx and .json that belong together."""
+    index = path.with_suffix(".idx")
+    if path.suffix not in (".bin", ".idx", ".json") or not index.is_file():
+        return False
+    with index.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _once(folder: Path, paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
+    """Each file once, though links give it several names."""
+    first: dict[str, Path] = {}
+    again = [path for path in paths if first.setdefault(os.path.realpath(path), path) != path]
+    _say_left_out(folder, again, "that are links to others of it", say)
+    return list(first.values())
+
+
+def _say_left_out(folder: Path, paths: Sequence[Path], why: str, say: Callable[[str], None]) -> None:
+    if paths:
+        say(f"{folder}: left out {len(paths):,} files {why} (the first: {paths[0]})")
+
+
+def _given_twice(inputs: Sequence[Input]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for one in inputs:
+        key = one.name if one.reader == "hub" else os.path.realpath(one.name)
+        if key in seen:
+            also = "" if seen[key] == one.name else f" (also as {seen[key]})"
+            yield f"{one.name}: given twice{also}, so that it would count twice; leave one out"
+        seen.setdefault(key, one.name)
+
+
+def _file(path: Path, reader: str) -> Input:
+    status = path.stat()
+    return Input(str(path), reader, status.st_size, status.st_mtime_ns)
+
+
+def _ending(path: Path) -> str:
+    """`.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _is_text(path: Path) -> bool:
+    """No NUL byte at its beginning, the rule of git and grep; compressed text counts."""
+    try:
+        with open_text(path) as file:
+            return b"\0" not in file.read(8192)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read ({reason}); fix it or leave it out") from error
