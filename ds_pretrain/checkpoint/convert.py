@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, owner, parse_manifest
 from ds_pretrain.checkpoint.universal_layout import (
+    SOURCE_MANIFEST,
     UNIVERSAL_MANIFEST,
     Group,
     UniversalManifest,
@@ -334,6 +335,7 @@ def _carry_over(folder: Path, result: Path) -> None:
     manifest = folder / MANIFEST
     if manifest.is_file():
         names = [Path(name) for name in parse_manifest(manifest.read_text(encoding="utf-8")).files]
+        shutil.copyfile(manifest, result / SOURCE_MANIFEST)
     else:
         names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     for name in names:

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from ds_pretrain.checkpoint.layout import (
     step_of,
 )
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.universal import Universal, layout_changes, prepared
+from ds_pretrain.checkpoint.universal import Universal, layout_changes, opened, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
+from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import checksum
 from ds_pretrain.state import RunState
@@ -96,6 +97,46 @@ def newest_intact(root: Path, step: int | None = None) -> Path:
     raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
 
 
+def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: Tell) -> Found:
+    """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
+
+    Args:
+        accept_missing: what the user allows a universal one to lack, of `universal.MISSING`.
+
+    Raises:
+        InputError: it is none, does not verify, or lacks something that was not allowed.
+    """
+    if from_main(world, (path / MANIFEST).is_file()):
+        if (reason := _verdict(path, world)) is not None:
+            raise InputError(f"{path} does not verify: {reason}; name another checkpoint")
+        return _open(path)
+    form = opened(path, accept_missing, world, tell)
+    if (path / SOURCE_MANIFEST).is_file():
+        manifest = parse_manifest((path / SOURCE_MANIFEST).read_text(encoding="utf-8"))
+    else:
+        manifest = _unknown_manifest(form)
+    return Found(path, manifest, form.state, form)
+
+
+def _unknown_manifest(form: Universal) -> Manifest:
+    """What is known of a checkpoint that something else wrote: where it stands, and no run of ours."""
+    world_size, stage = (form.manifest.world_size, form.manifest.zero_stage) if form.manifest else (0, 0)
+    return Manifest(
+        step=form.state.step,
+        tokens=0,
+        samples=0,
+        world_size=world_size,
+        zero_stage=stage,
+        versions={},
+        created="",
+        attempt=0,
+        wandb_id=None,
+        overrides=(),
+        identity={},
+        files={},
+    )
+
+
 def fitted(found: Found, config: Mapping[str, Any], world: World, tell: Tell) -> Found:
     """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
 
@@ -105,6 +146,8 @@ def fitted(found: Found, config: Mapping[str, Any], world: World, tell: Tell) ->
         InputError: something differs that no conversion bridges.
         RunError: the conversion failed; the checkpoint is unharmed.
     """
+    if found.universal is not None:
+        return found
     saved = json.loads((found.folder / "deepspeed.json").read_text(encoding="utf-8"))
     changes = layout_changes(saved, found.manifest.world_size, config, world.size)
     if not changes:

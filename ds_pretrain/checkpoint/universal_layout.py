@@ -9,6 +9,7 @@ from ds_pretrain.checkpoint.layout import FileEntry, step_of
 
 UNIVERSAL = ".universal"
 UNIVERSAL_MANIFEST = "universal.json"
+SOURCE_MANIFEST = "source_manifest.json"  # of the checkpoint that a universal one was made of
 _WORKSPACE = ".universal-unfinished"
 _VERSION = 1
 

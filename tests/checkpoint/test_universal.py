@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_pretrain import partitions
-from ds_pretrain.checkpoint import convert, universal
+from ds_pretrain.checkpoint import convert, store, universal
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.universal_layout import (
@@ -27,6 +27,7 @@ from ds_pretrain.checkpoint.universal_layout import (
     workspace_of,
 )
 from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.files import checksum
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World
 from tests.checkpoint.test_store import MANIFEST as SAVED
@@ -81,7 +82,8 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
         }
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     (folder / RUN_STATE).write_text(RunState(STEP).to_json())
-    files = {RUN_STATE: FileEntry(1, "0")}
+    entry = FileEntry((folder / RUN_STATE).stat().st_size, checksum(folder / RUN_STATE))
+    files = {RUN_STATE: entry}
     manifest = replace(SAVED, step=STEP, world_size=world_size, files=files)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder
@@ -440,6 +442,26 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
         universal.opened(tmp_path, [], World(), print)
     opened = universal.opened(found.folder, list(universal.MISSING), World(), print)
     assert (opened.state, opened.optimizer_steps, opened.manifest) == (RunState(STEP), STEP, None)
+
+
+def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    form, _ = _prepared(folder)
+    ours = store.elsewhere(folder, [], World(), print)
+    copied = store.elsewhere(form.folder, ["rng"], World(), print)
+    assert ours.universal is None
+    assert copied.universal is not None
+    assert ours.manifest == copied.manifest
+    assert ours.state == copied.state == RunState(STEP)
+    assert store.fitted(copied, {}, World(), print) is copied
+    for name in ("universal.json", "source_manifest.json", RUN_STATE):
+        (form.folder / name).unlink()
+    foreign = store.elsewhere(form.folder, list(universal.MISSING), World(), print)
+    assert (foreign.state, foreign.manifest.step) == (RunState(STEP), STEP)
+    assert (foreign.manifest.identity, foreign.manifest.wandb_id) == ({}, None)
+    (folder / RUN_STATE).write_text("{}")
+    with pytest.raises(InputError, match=f"{folder} does not verify: "):
+        store.elsewhere(folder, [], World(), print)
 
 
 def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:

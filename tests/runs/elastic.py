@@ -65,8 +65,8 @@ def run_elastic(
     """Train; with `stop_after`, stop as a preempted run does after that step, its checkpoint saved.
 
     `alter` changes the module before the engine is opened: to freeze a parameter, or add a buffer. `rate` is
-    the learning rate of every step in place of the schedule's. DeepSpeed's tool runs in this process, which has
-    imported it already, unless `real_tool`.
+    the learning rate of every step in place of the schedule's. DeepSpeed's tool runs in this process, which
+    has imported it already, unless `real_tool`.
     """
     engines: list[Any] = []
     restored: list[Snapshot] = []
