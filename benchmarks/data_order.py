@@ -3,8 +3,8 @@
     python benchmarks/data_order.py
 
 Bars: at most 1.5 times the time of draw 0; a batch of 1,024 at most 1 ms, also when nothing of its two blocks
-is laid out yet, and at most 1 MB of memory; a million draws at most 0.2 s. Times are the least of many rounds:
-the machine's other work only adds.
+is laid out yet, and at most 1 MB of memory; a million draws at most 0.2 s. Times are the least of many
+rounds: the machine's other work only adds.
 """
 
 import os
