@@ -42,10 +42,7 @@ def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
         finished, straight, strict=True
     ):
         assert digest == expected
-        assert set(live_rates) == {
-            11,
-            12,
-        }  # the last kill came after step 11; the checkpoint before it is of 10
+        assert {11, 12} <= set(live_rates) <= {9, 10, 11, 12}  # killed after 11: the save of 10 may be lost
         assert rates | live_rates == {step: expected_rates[step] for step in live_rates}
         assert samples == {step: expected_samples[step] for step in samples}
 
