@@ -23,6 +23,16 @@ EXIT_NO_PROGRESS = 4
 EXIT_CANNOT_SAVE = 5
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
+# What a person reads when a run ends.
+EXIT_MEANINGS = {
+    EXIT_FINISHED: "finished: the last step is done and saved",
+    EXIT_FAILED: "a crash; the same command goes on from the newest intact checkpoint",
+    EXIT_BAD_INPUT: "bad input; the message above says what to change",
+    EXIT_NO_PROGRESS: "the run had steps left and made none",
+    EXIT_CANNOT_SAVE: "checkpoints cannot be saved; make room or mend the disk first",
+    EXIT_PREEMPTED: "stopped, everything is saved; the same command goes on from there",
+}
+
 
 class RunError(Exception):
     """Base of every error that a user can meet."""

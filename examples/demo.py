@@ -59,7 +59,7 @@ def main() -> int:
     run("train", RUN_FILE, *ranks, *precision, f"out={TWIN}")
     title("7. Is the resumed run the uninterrupted one?")
     same = compare()
-    title("8. What the model has learned to write")
+    title("8. What a model says after a minute of training: the shape of code, not yet code")
     run("sample", RUN_FILE, *precision, "--prompt", "def ", "--count", 2, "--tokens", 60)
     title(f"Done in {time.monotonic() - started:.0f} s")
     print(WHERE.format(out=OUT))
@@ -105,7 +105,8 @@ def train_and_kill(words: list[str], after_step: int) -> None:
         time.sleep(0.05)
     for record in sorted((OUT / "ranks").glob("*.json")):
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-    print(f"\nkilled at step {reached()}; exit code {process.wait()}", flush=True)
+    code = process.wait()
+    print(f"\nkilled at step {reached()}, as intended: the command says {code}, a crash", flush=True)
 
 
 def compare() -> bool:

@@ -17,14 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ds_pretrain.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_NO_PROGRESS,
-    EXIT_PREEMPTED,
-    InputError,
-)
+from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MEANINGS, InputError
 from ds_pretrain.files import ensure_writable_folder, write_atomic
 from ds_pretrain.launch.command import Command
 from ds_pretrain.launch.hosts import Host, describe_hosts
@@ -32,7 +25,6 @@ from ds_pretrain.launch.ranks import alive_ranks, end_ranks, session_members
 from ds_pretrain.launch.shipping import environment_file
 from ds_pretrain.rank_files import RankRecord, forget_last_start, read_exit, read_ranks, stop_file
 
-_DOCUMENTED = (EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_NO_PROGRESS, EXIT_PREEMPTED)
 _POLL_SECONDS = 0.2
 _HELPERS_SECONDS = 5.0  # for helper processes of ranks (loggers, trackers) to follow them by themselves
 
@@ -58,7 +50,9 @@ def run(command: Command, out: Path, *, grace_seconds: float = 30.0) -> int:
                 _wait(process, requests, command, out, grace_seconds)
             finally:
                 _leave_nothing(process, command, out, grace_seconds)
-            return _exit_code(process.wait(), read_exit(out))
+            code = _exit_code(process.wait(), read_exit(out))
+            _say(f"exit code {code}: {EXIT_MEANINGS[code]}")
+            return code
 
 
 def past_hosts(out: Path) -> tuple[Host, ...]:
@@ -143,10 +137,10 @@ def _exit_code(launcher: int, recorded: int | None) -> int:
     its own child died of a signal. Rank 0's word is needed for success and preferred for failure.
     """
     if recorded:
-        return recorded if recorded in _DOCUMENTED else EXIT_FAILED
+        return recorded if recorded in EXIT_MEANINGS else EXIT_FAILED
     if launcher:
         _say(f"the launcher ended with code {launcher}")
-        return launcher if launcher in _DOCUMENTED else EXIT_FAILED
+        return launcher if launcher in EXIT_MEANINGS else EXIT_FAILED
     if recorded is None:
         _say("the launcher ended with code 0, but rank 0 did not say that it finished: counted as failed")
         return EXIT_FAILED

@@ -161,7 +161,7 @@ def event_line(record: Mapping[str, Any]) -> str:
         named = "  ".join(f"{name} {_fixed(loss, 4)}" for name, loss in record["losses"].items())
         return f"validation{at}  loss {named}"
     fields = {k: v for k, v in record.items() if k not in ("event", "step", "attempt", "time")}
-    return "  ".join([f"{kind}{at}", *(f"{k} {_plain(v)}" for k, v in fields.items())])
+    return "  ".join([f"{kind}{at}", *(f"{k} {_plain(k, v)}" for k, v in fields.items())])
 
 
 def duration(seconds: float) -> str:
@@ -192,7 +192,11 @@ def _fixed(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3e}"
 
 
-def _plain(value: Any) -> str:
+def _plain(name: str, value: Any) -> str:
+    if name == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    if name.endswith("seconds"):
+        return f"{value:.3g}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

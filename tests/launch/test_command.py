@@ -144,7 +144,7 @@ def test_several_hosts_get_the_hostfile_and_quoted_overrides(tmp_path: Path, pds
         2345,
         2222,
     )
-    assert (args.num_gpus, args.force_multi, args.log_level) == (-1, False, "warning")
+    assert (args.num_gpus, args.force_multi, args.log_level) == (-1, False, "critical")
     assert args.user_args == ["run.toml", 'sources.web="x y"', "'name='\"'\"'q'\"'\"''"]
     assert command.hosts == (Host("a", 2), Host("b", 2))
     assert command.over_ssh

@@ -169,7 +169,7 @@ def test_p49_ranks_and_their_children_that_outlive_the_launcher_are_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     inner = " ".join([*RANK, str(tmp_path), "deaf", "child"])
-    script = f"{inner} & while [ ! -e {tmp_path}/ranks/rank_00000.json ]; do sleep 0.1; done; exit 5"
+    script = f"{inner} & while [ ! -e {tmp_path}/ranks/rank_00000.json ]; do sleep 0.1; done; exit 9"
     assert run(launcher("sh", "-c", script), tmp_path, grace_seconds=0.5) == EXIT_FAILED
     [rank] = read_ranks(tmp_path)
     assert ended(rank.pid)

@@ -178,7 +178,7 @@ def test_validations_and_events_read_as_sentences() -> None:
     validation = {"event": "validation", "step": 1000, "attempt": 1, "losses": {"web": 2.5, "code": 1.25}}
     assert event_line(validation) == "validation at step 1,000  loss web 2.5000  code 1.2500"
     checkpoint = {"event": "checkpoint", "step": 7, "attempt": 2, "seconds": 1.23456789, "time": 1.0}
-    assert event_line(checkpoint) == "checkpoint at step 7  seconds 1.23457"
+    assert event_line(checkpoint) == "checkpoint at step 7  seconds 1.23"
     assert event_line({"event": "stop", "attempt": 1, "reason": "SIGTERM"}) == "stop  reason SIGTERM"
 
 
