@@ -3,7 +3,6 @@
 No torch here: `ds-pretrain check` runs this in seconds on a login node, and each start runs it again.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +29,7 @@ class Inputs:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """What each training source holds, in words and a hash: another text means other data. Reads the index."""
+        """What each training source holds, in words and a hash: another text means other data."""
         return {
             name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
@@ -52,7 +51,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     phase = plan.run.phases[0]
     vocab_size = _vocab_size(plan)
-    problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm)
+    problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += _context_problems(plan)
     problems += _mixture_problems(plan)
     for source in _each(inputs):
@@ -91,6 +90,7 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}"
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
+    yield from _unused_lines(plan)
 
 
 def _open_all(
@@ -110,12 +110,12 @@ def _each(inputs: Inputs) -> list[TokenSource]:
 
 
 def _vocab_size(plan: Plan) -> int | None:
-    size = json.loads(plan.model_text).get("vocab_size")
-    return size if isinstance(size, int) else None
+    size = plan.model.get("vocab_size")
+    return size if type(size) is int and size > 0 else None
 
 
 def _context_problems(plan: Plan) -> Iterator[str]:
-    config = json.loads(plan.model_text)
+    config = plan.model
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
     limit = config.get(key)
     for phase in plan.run.phases:
@@ -160,7 +160,7 @@ def _batch_line(plan: Plan, sequences: int, world_size: int | None) -> str:
 
 
 def _model_line(plan: Plan) -> str:
-    config = json.loads(plan.model_text)
+    config = dict(plan.model)
     extras = [
         name
         for name, on in (("QK-norm", plan.run.model.qk_norm), ("recompute", plan.run.model.recompute))
@@ -194,6 +194,14 @@ def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
     for name, source in inputs.validation.items():
         yield f"validation {name}: {source.num_tokens:,} tokens"
         yield from _eos_lines(name, source)
+
+
+def _unused_lines(plan: Plan) -> Iterator[str]:
+    """Sources that no mixture draws from: often a name that was forgotten there."""
+    used = {name for phase in plan.run.phases for name in phase.mixture}
+    for name in plan.run.sources:
+        if name not in used:
+            yield f"warning    sources.{name} is in no mixture, so nothing of it is trained on"
 
 
 def _eos_lines(name: str, source: TokenSource) -> Iterator[str]:

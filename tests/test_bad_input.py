@@ -51,6 +51,14 @@ def json_with(section: str | None, key: str, value: object) -> Spoil:
     return spoil
 
 
+def writing(name: str, text: str) -> Spoil:
+    def spoil(folder: Path) -> list[str]:
+        (folder / name).write_text(text)
+        return []
+
+    return spoil
+
+
 def small_vocabulary(folder: Path) -> list[str]:
     """Ids stay below 128, so only the tokenizer's own size is too large."""
     for name, size in (("text", 257), ("code", 128), ("held_out", 128)):
@@ -187,6 +195,58 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
             "FOLDER/deepspeed.json: unknown key `gradient_cliping`, which DeepSpeed would ignore; "
             "did you mean `gradient_clipping`?",
         ),
+    ),
+    "a text for a switch in the JSON": (
+        json_with(None, "bf16", {"enabled": "false"}),
+        ('FOLDER/deepspeed.json: `bf16.enabled` = "false"; expected true or false, without quotes',),
+    ),
+    "a list for the optimizer's parameters": (
+        json_with(None, "optimizer", {"type": "AdamW", "params": [1]}),
+        ("FOLDER/deepspeed.json: `optimizer.params` = [1]; expected an object, like {...}",),
+    ),
+    "a JSON that is nested too deeply": (
+        writing("deepspeed.json", '{"a":' * 100_000),
+        ("FOLDER/deepspeed.json is not valid JSON: nested too deeply",),
+    ),
+    "a model config that is nested too deeply": (
+        writing("model.json", '{"a":' * 100_000),
+        ("FOLDER/model.json is not valid JSON: nested too deeply",),
+    ),
+    "a misspelt key in the model config": (
+        writing("model.json", json.dumps({**LLAMA, "hiden_size": 64})),
+        ('FOLDER/model.json: LlamaConfig has no key "hiden_size"; did you mean "hidden_size"?',),
+    ),
+    "an activation that does not exist": (
+        writing("model.json", json.dumps({**LLAMA, "hidden_act": "nope"})),
+        ('FOLDER/model.json: "hidden_act" = "nope"; expected one of gelu, ',),
+    ),
+    "a source that is no prefix": (
+        overriding("sources.code=."),
+        ('FOLDER/run.toml: `sources.code.path`: "." names no file; write the common prefix of a .bin/.idx',),
+    ),
+    "weights whose sum is too large": (
+        overriding("phases.0.mixture.code=1e308"),
+        ("FOLDER/run.toml: `phases.0.mixture.code` = 1e+308: expected at most 1000000000000",),
+    ),
+    "a null character in a path": (
+        overriding('deepspeed="a\\u0000b"'),
+        ('FOLDER/run.toml: `deepspeed`: "a\\u0000b" holds a null character; write a path',),
+    ),
+    "an output without a name": (
+        overriding("out="),
+        ('FOLDER/run.toml: `out`: "" is empty; write a path',),
+    ),
+    "an output below a home that nobody looked up": (
+        overriding("out=~/x"),
+        ('FOLDER/run.toml: `out`: "~/x" begins with ~, which only a shell replaces by the home folder',),
+    ),
+    "an accumulation that no world gives": (
+        overriding("batch.accumulation=7"),
+        ("FOLDER/run.toml: batch.accumulation = 7 does not divide the 4 micro-batches of a step",),
+    ),
+    "a length beyond all reason": (
+        overriding("schedule.length=1e99 steps"),
+        ('FOLDER/run.toml: `schedule.length`: "1e99 steps" is more than 1,000,000,000 steps',),
     ),
     "auto in the JSON": (
         json_with(None, "gradient_clipping", "auto"),

@@ -125,7 +125,26 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) 
 def test_a_source_too_rare_to_be_drawn_is_refused(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     (problem,) = problems_of(load_plan(run_file, ["phases.0.mixture.code=1e-6"]))
-    assert problem.startswith(f"{run_file}: phases.main: mixture weight of 'code' is 1e-06 of 0.7")
+    assert problem.startswith(f"{run_file}: phases.main: mixture weight of 'code' is 1e-06")
+
+
+def test_a_source_that_no_mixture_uses_is_warned_of(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    warning = "warning    sources.code is in no mixture, so nothing of it is trained on"
+    plan = load_plan(run_file, ["phases.0.mixture={ text = 1.0 }"])
+    assert problems_of(plan) == []
+    assert warning in lines_of(plan)
+    assert warning not in lines_of(load_plan(run_file))
+
+
+def test_problems_of_the_model_name_its_file(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, model={**LLAMA, "hidden_act": "nope", "hiden_size": 3})
+    first, second = problems_of(load_plan(run_file))
+    assert first.startswith(f'{tmp_path / "model.json"}: "hidden_act" = "nope"; expected one of gelu, ')
+    assert (
+        second
+        == f'{tmp_path / "model.json"}: LlamaConfig has no key "hiden_size"; did you mean "hidden_size"?'
+    )
 
 
 def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:

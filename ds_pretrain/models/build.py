@@ -1,19 +1,15 @@
 """A decoder-only language model from a Hugging Face config, never whole on one rank while it is made."""
 
-import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -23,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.models.check import check_model, family_problem, parse_model_config
+from ds_pretrain.models.check import NAME, check_model, family_problem, parse_model_config
 from ds_pretrain.models.groups import owned_parameters, whole_shape
 from ds_pretrain.models.init import Gather, KindReport, initialize
 from ds_pretrain.models.qk_norm import ensure_qk_norm
@@ -31,23 +27,6 @@ from ds_pretrain.models.rope import default_dtype, restore_rotary
 from ds_pretrain.world import World
 
 Partition = Callable[[], AbstractContextManager[Any]]
-
-# Keys of published config.json files that no config class declares as a field and that change nothing here.
-_HARMLESS_KEYS = frozenset(
-    (
-        *(
-            "model_type",
-            "auto_map",
-            "torch_dtype",
-            "name_or_path",
-            "_name_or_path",
-            "_commit_hash",
-            "num_labels",
-        ),
-        *("output_attentions", "_attn_implementation_autoset"),
-    )
-)
-_LEGACY_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 
 
 @dataclass(frozen=True)
@@ -104,32 +83,56 @@ def build_model(
     return BuiltModel(model.train(), config, num_parameters, weights, variant)
 
 
-def model_config(config_text: str, *, qk_norm: bool = False) -> Any:
-    """The Transformers config of a decoder-only model, every key of it understood.
+def model_config(config_text: str, *, qk_norm: bool = False, name: str = NAME) -> Any:
+    """The Transformers config of a decoder-only model, every key of it understood. `name` is the file's.
 
     Raises:
         InputError: all problems at once.
     """
-    config_json = parse_model_config(config_text)
+    config_json = parse_model_config(config_text, name)
     family = config_json["model_type"]
     others = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES) | frozenset(
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     )
-    if problem := family_problem(family, frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), others):
+    if problem := family_problem(family, frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), others, name):
         raise InputError(problem)
-    problems = [*check_model(config_text, qk_norm=qk_norm), *_unknown_keys(config_json)]
+    problems = check_model(config_text, qk_norm=qk_norm, name=name)
     if CONFIG_MAPPING[family].sub_configs:
         hint = f'use "{family}_text"' if f"{family}_text" in CONFIG_MAPPING else "use a text-only family"
-        problems.append(f'model config: model_type "{family}" is a composite (multimodal) model; {hint}')
+        problems.append(f'{name}: model_type "{family}" is a composite (multimodal) model; {hint}')
     if problems:
         raise InputError(problems)
     given = _without_foreign_tokens(family, config_json)
     try:
         config = AutoConfig.for_model(family, **given)
     except Exception as error:  # each config class raises what it likes
-        raise InputError(f"model config: refused by {CONFIG_MAPPING[family].__name__}: {error}") from error
+        raise InputError(f"{name}: refused by {CONFIG_MAPPING[family].__name__}: {error}") from error
     config.use_cache = False
     return config
+
+
+def rehearse_build(
+    config_text: str, *, qk_norm: bool = False, attention: str | None = None, name: str = NAME
+) -> None:
+    """Construct the model without memory for its weights, to learn early whether it can be.
+
+    Raises:
+        InputError: it cannot; all that is wrong with the config, or what the model's own code says.
+    """
+    config_json = parse_model_config(config_text, name)
+    config = model_config(config_text, qk_norm=qk_norm, name=name)
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            if qk_norm:
+                ensure_qk_norm(model, config_json)
+    except InputError:
+        raise
+    except Exception as error:  # nothing but the config can be the cause here
+        raise InputError(
+            f'{name}: "{config.model_type}" cannot be built (attention {attention or "automatic"}): '
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _without_foreign_tokens(family: str, config_json: dict[str, Any]) -> dict[str, Any]:
@@ -153,42 +156,6 @@ def _constructed(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
         raise InputError(
             f'model config: "{config.model_type}" cannot be built (attention {chosen}): {error}'
         ) from error
-
-
-def _unknown_keys(config_json: dict[str, Any]) -> list[str]:
-    """Keys that the family's config class would take without using them: most are misspelt."""
-    kind = CONFIG_MAPPING[config_json["model_type"]]
-    declared = {field.name for field in fields(kind)} | kind.attribute_map.keys()
-    known = declared | _HARMLESS_KEYS | GenerationConfig._get_default_generation_params().keys()
-    if "rope_parameters" in declared:
-        known = known | _LEGACY_ROPE_KEYS
-    known = known | _keys_read_by_hand(kind)
-    problems = []
-    for key in sorted(config_json.keys() - known):
-        close = get_close_matches(key, sorted(declared), n=1, cutoff=0.6)
-        hint = f'did you mean "{close[0]}"?' if close else "remove it"
-        problems.append(f'model config: {kind.__name__} has no key "{key}"; {hint}')
-    return problems
-
-
-def _keys_read_by_hand(kind: type) -> frozenset[str]:
-    """Keys that a family reads without declaring them: older spellings, optional ones of its model code."""
-    source = "".join(
-        inspect.getsource(vars(base)["__post_init__"])
-        for base in kind.__mro__
-        if base.__module__.startswith("transformers.models.") and "__post_init__" in vars(base)
-    )
-    model_code = Path(inspect.getfile(kind)).with_name(kind.__module__.rpartition(".")[2] + ".py")
-    model_code = model_code.with_name(model_code.name.replace("configuration_", "modeling_"))
-    if model_code.is_file():
-        source += model_code.read_text()
-    patterns = (
-        r"""kwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)["']""",
-        r"""["'](\w+)["'] (?:not )?in kwargs""",
-        r"""(?:get|has)attr\(\s*(?:self\.)?config,\s*["'](\w+)["']""",
-        r"""\bconfig\.(\w+)""",
-    )
-    return frozenset(key for pattern in patterns for key in re.findall(pattern, source))
 
 
 def _train_every_embedding(model: nn.Module) -> None:

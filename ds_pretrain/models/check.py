@@ -1,14 +1,22 @@
 """What can be found wrong with a model config without torch or transformers, in milliseconds."""
 
 import ast
-import importlib.util
-import json
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ds_pretrain.errors import InputError
+from ds_pretrain.models.config_values import (
+    expert_problems,
+    rope_problems,
+    special_token_problems,
+    unknown_keys,
+    wrong_amounts,
+    wrong_types,
+)
+from ds_pretrain.models.family import read_family, transformers_folder
+from ds_pretrain.reading import parse_json, shown
 
 # Families whose attention calls q_proj and k_proj, splits the result into heads and rotates: a per-head norm
 # fits in between. A test reads their source and fails if one of them changes.
@@ -49,45 +57,47 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads")
 LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 
 
-def parse_model_config(config_text: str) -> dict[str, Any]:
-    """The JSON object of a Hugging Face `config.json`, with a `model_type`.
+# How a problem names the config when nobody says which file it is.
+NAME = "model config"
+
+
+def parse_model_config(config_text: str, name: str = NAME) -> dict[str, Any]:
+    """The JSON object of a Hugging Face `config.json`, with a `model_type`; `name` is the file's.
 
     Raises:
         InputError: not JSON, not an object, or no model_type.
     """
-    try:
-        config = json.loads(config_text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"model config: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}; "
-            "give the content of a Hugging Face config.json"
-        ) from error
-    if not isinstance(config, dict):
-        raise InputError(f"model config: expected a JSON object, found {type(config).__name__}")
+    config = parse_json(config_text, name)
     if not isinstance(config.get("model_type"), str):
         raise InputError(
-            f'model config: "model_type" is missing or not a string (found {config.get("model_type")!r}); '
+            f'{name}: "model_type" is missing or not a text (found {shown(config.get("model_type"))}); '
             'name the family, for example "llama", "qwen3" or "gpt2"'
         )
     return config
 
 
 def check_model(
-    config_text: str, *, qk_norm: bool = False, vocab_size_needed: int | None = None
+    config_text: str, *, qk_norm: bool = False, vocab_size_needed: int | None = None, name: str = NAME
 ) -> list[str]:
     """All problems of a model config that show without an engine; empty if none.
 
-    `vocab_size_needed` is one more than the largest token id of the data.
+    `vocab_size_needed` is one more than the largest token id of the data; `name` names the file in messages.
     """
     try:
-        config = parse_model_config(config_text)
+        config = parse_model_config(config_text, name)
     except InputError as error:
         return list(error.problems)
-    problems = [
-        *_family_problems(config),
-        *_shape_problems(config),
-        *_vocabulary_problems(config, vocab_size_needed),
-    ]
+    if problems := _family_problems(config, name):
+        return problems
+    by_key = _shape_problems(config) | wrong_amounts(config)
+    found = [*_division_problems(config, by_key.keys()), *_vocabulary_problems(config, vocab_size_needed)]
+    if family := read_family(config["model_type"]):
+        by_key = wrong_types(config, family) | by_key
+        found += [*unknown_keys(config, family), *expert_problems(config, family)]
+        found += rope_problems(config, family)
+    by_key.pop("vocab_size", None)  # told with what it has to be
+    found = [*by_key.values(), *found, *special_token_problems(config)]
+    problems = [f"{name}: {problem}" for problem in dict.fromkeys(found)]
     if qk_norm and (problem := qk_norm_problem(config)):
         problems.append(problem)
     return problems
@@ -112,7 +122,9 @@ def qk_norm_problem(config: dict[str, Any]) -> str | None:
     )
 
 
-def family_problem(family: str, causal: frozenset[str], masked: frozenset[str]) -> str | None:
+def family_problem(
+    family: str, causal: frozenset[str], masked: frozenset[str], name: str = NAME
+) -> str | None:
     """Why `family` is not a decoder-only language model, or None if it is one."""
     if family not in causal:
         close = get_close_matches(family, sorted(causal), n=3, cutoff=0.6)
@@ -121,10 +133,10 @@ def family_problem(family: str, causal: frozenset[str], masked: frozenset[str]) 
             if close
             else "see the model list of Transformers"
         )
-        return f'model config: model_type "{family}" is no causal language model of Transformers; {hint}'
+        return f'{name}: model_type "{family}" is no causal language model of Transformers; {hint}'
     if family in masked:
         return (
-            f'model config: model_type "{family}" is an encoder or encoder-decoder family; '
+            f'{name}: model_type "{family}" is an encoder or encoder-decoder family; '
             'expected a decoder-only one, such as "llama", "qwen3" or "gpt2"'
         )
     return None
@@ -133,10 +145,10 @@ def family_problem(family: str, causal: frozenset[str], masked: frozenset[str]) 
 @lru_cache(maxsize=1)
 def known_families() -> tuple[frozenset[str], frozenset[str]] | None:
     """Causal families, and masked or encoder-decoder ones: from Transformers' source, without its import."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
+    folder = transformers_folder()
+    if folder is None:
         return None
-    source = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    source = folder / "models" / "auto" / "modeling_auto.py"
     wanted: dict[str, frozenset[str]] = {}
     for node in ast.parse(source.read_text()).body:
         match node:
@@ -159,58 +171,49 @@ def _first_text(pair: ast.expr) -> str | None:
     return None
 
 
-def _family_problems(config: dict[str, Any]) -> list[str]:
+def _family_problems(config: dict[str, Any], name: str) -> list[str]:
     if config.get("is_encoder_decoder"):
-        return ['model config: "is_encoder_decoder" is true; expected a decoder-only model']
+        return [f'{name}: "is_encoder_decoder" is true; expected a decoder-only model']
     families = known_families()
-    problem = family_problem(config["model_type"], *families) if families else None
+    problem = family_problem(config["model_type"], *families, name) if families else None
     return [problem] if problem else []
 
 
-def _shape_problems(config: dict[str, Any]) -> list[str]:
-    where = "model config:"
-    problems = []
-    sizes: dict[str, int] = {}
-    shape_keys = (
-        *WIDTH_KEYS,
-        *HEADS_KEYS,
-        *LAYERS_KEYS,
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-    )
-    for key in shape_keys:
-        value = config.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f'model config: "{key}" = {value!r}; expected a whole number of at least 1')
-        else:
-            sizes[key] = value
+def _shape_problems(config: dict[str, Any]) -> dict[str, str]:
+    """Key to problem, for each size that is no size."""
+    sizes = (*WIDTH_KEYS, *HEADS_KEYS, *LAYERS_KEYS, "num_key_value_heads", "head_dim", "intermediate_size")
+    return {
+        key: f'"{key}" = {shown(config[key])}; expected a whole number of at least 1'
+        for key in sizes
+        if config.get(key) is not None and not _is_size(config[key])
+    }
+
+
+def _division_problems(config: dict[str, Any], wrong: Collection[str]) -> Iterator[str]:
+    """Sizes that must divide one another, as far as both are sizes."""
+    sizes = {key: value for key, value in config.items() if _is_size(value) and key not in wrong}
     width_key = next((key for key in WIDTH_KEYS if key in sizes), None)
     heads_key = next((key for key in HEADS_KEYS if key in sizes), None)
     if width_key and heads_key and "head_dim" not in sizes and sizes[width_key] % sizes[heads_key]:
-        problems.append(
-            f'{where} "{heads_key}" = {sizes[heads_key]} does not divide "{width_key}" = {sizes[width_key]}'
-        )
+        yield f'"{heads_key}" = {sizes[heads_key]} does not divide "{width_key}" = {sizes[width_key]}'
     groups = sizes.get("num_key_value_heads")
     if heads_key and groups and sizes[heads_key] % groups:
-        problems.append(
-            f'{where} "num_key_value_heads" = {groups} does not divide "{heads_key}" = {sizes[heads_key]}'
-        )
-    return problems
+        yield f'"num_key_value_heads" = {groups} does not divide "{heads_key}" = {sizes[heads_key]}'
 
 
-def _vocabulary_problems(config: dict[str, Any], needed: int | None) -> list[str]:
+def _vocabulary_problems(config: dict[str, Any], needed: int | None) -> Iterator[str]:
     size = config.get("vocab_size")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        return [
-            f'model config: "vocab_size" is missing or not a positive whole number (found {size!r}); '
+    if not _is_size(size):
+        yield (
+            f'"vocab_size" is missing or not a positive whole number (found {shown(size)}); '
             "give the size of the tokenizer's vocabulary"
-        ]
-    if needed is not None and size < needed:
-        return [
-            f'model config: "vocab_size" = {size} is smaller than the tokenizer\'s vocabulary of {needed}; '
+        )
+    elif needed is not None and size < needed:
+        yield (
+            f'"vocab_size" = {size} is smaller than the tokenizer\'s vocabulary of {needed}; '
             f'set "vocab_size" to at least {needed}'
-        ]
-    return []
+        )
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.models.build import build_model, model_config
+from ds_pretrain.models.build import build_model, model_config, rehearse_build
 from tests.models import tiny
 
 
@@ -28,9 +28,10 @@ from tests.models import tiny
         ),
         ({"zzz": 3}, 'LlamaConfig has no key "zzz"; remove it'),
         ({"is_encoder_decoder": True}, '"is_encoder_decoder" is true; expected a decoder-only model'),
-        ({"hidden_act": 3}, "refused by LlamaConfig"),
-        ({"hidden_size": "64"}, "\"hidden_size\" = '64'; expected a whole number of at least 1"),
-        ({"pad_token_id": 9999}, '"llama" cannot be built'),
+        ({"hidden_act": "nope"}, '"hidden_act" = "nope"; expected one of'),
+        ({"hidden_size": 66, "head_dim": 16}, "refused by LlamaConfig"),
+        ({"hidden_size": "64"}, '"hidden_size" = "64"; expected a whole number of at least 1'),
+        ({"pad_token_id": 9999}, '"pad_token_id" = 9999 is outside the vocabulary of 512'),
     ],
 )
 def test_a_wrong_config_is_an_input_error_that_says_what_to_do(change: dict[str, Any], message: str) -> None:
@@ -47,6 +48,47 @@ def test_all_problems_of_a_config_are_told_at_once() -> None:
     with pytest.raises(InputError) as caught:
         tiny.built(tiny.LLAMA | {"num_attention_heads": 5, "hiden_size": 3, "vocab_size": None})
     assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN3, tiny.GPT2, tiny.MIXTRAL, tiny.MAMBA])
+def test_a_rehearsal_passes_for_what_can_be_built(config: dict[str, Any]) -> None:
+    rehearse_build(json.dumps(config), qk_norm=config is tiny.LLAMA)
+
+
+def test_a_rehearsal_needs_no_memory_for_the_weights() -> None:
+    huge = {"hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 20}
+    rehearse_build(json.dumps(tiny.LLAMA | huge))  # 100 TB
+
+
+@pytest.mark.parametrize(
+    ("change", "attention", "message"),
+    [
+        (
+            {"hiden_size": 3},
+            None,
+            'conf.json: LlamaConfig has no key "hiden_size"; did you mean "hidden_size"?',
+        ),
+        ({"hidden_size": 66, "head_dim": 16}, None, "conf.json: refused by LlamaConfig: "),
+        ({}, "flash_attention_9", 'conf.json: "llama" cannot be built (attention flash_attention_9): '),
+        ({"model_type": "lama"}, None, 'conf.json: model_type "lama" is no causal language model'),
+    ],
+)
+def test_a_rehearsal_says_what_is_wrong_and_in_which_file(
+    change: dict[str, Any], attention: str | None, message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        rehearse_build(json.dumps(tiny.LLAMA | change), attention=attention, name="conf.json")
+
+
+def test_a_rehearsal_reports_whatever_the_models_own_code_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise KeyError("nope")
+
+    monkeypatch.setattr("ds_pretrain.models.build.AutoModelForCausalLM.from_config", refuse)
+    with pytest.raises(
+        InputError, match=r"\"llama\" cannot be built \(attention automatic\): KeyError: 'nope'"
+    ):
+        rehearse_build(json.dumps(tiny.LLAMA))
 
 
 def test_an_attention_that_is_not_there_is_an_input_error() -> None:
