@@ -36,7 +36,7 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
         InputError: there is one at `prefix`, and `overwrite` is False.
     """
     # A .bin without an index, beside a state, is ours: killed between two renames.
-    if (partial_folder(prefix) / "state.json").exists() and not file_of(prefix, "idx").exists():
+    if os.path.exists(partial_folder(prefix) / "state.json") and not os.path.exists(file_of(prefix, "idx")):
         return
     existing = [path for end in ("bin", "idx", "json") if os.path.exists(path := file_of(prefix, end))]
     if existing and not overwrite:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import tracemalloc
 from dataclasses import replace
@@ -239,4 +240,49 @@ def test_p36_a_sidecar_of_another_corpus_is_refused_on_every_point(corpus: Path)
 def test_a_sidecar_that_is_not_json_is_refused(corpus: Path) -> None:
     corpus.with_suffix(".json").write_text("{")
     with pytest.raises(InputError, match=r"web\.json: not JSON .*; remove it"):
+        open_source(corpus)
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "/", "..", "data/..", Path()])
+def test_a_source_without_a_name_is_refused(prefix: Path | str) -> None:
+    with pytest.raises(InputError, match=r"names a folder; expected a corpus in it by its prefix, such as "):
+        open_source(prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *((name, "512", "a whole number") for name in ("vocab_size", "max_id", "eos_id")),
+        *((name, None, "a whole number") for name in ("vocab_size", "max_id", "eos_id")),
+        *(("vocab_size", value, "a whole number, at least 1") for value in (0, -1, 1.5, True, [], {})),
+        *((name, 3, "text") for name in ("tokenizer", "tokenizer_hash", "eos_token")),
+    ],
+)
+def test_p36_a_sidecar_with_values_of_another_type_is_refused(
+    corpus: Path, name: str, value: object, expected: str
+) -> None:
+    corpus.with_name(f"{corpus.name}.json").write_text(json.dumps({name: value}))
+    with pytest.raises(
+        InputError, match=re.escape(f"{name} = {value!r}; expected {expected}") + ".*: correct or remove it"
+    ):
+        open_source(corpus)
+
+
+def test_a_sidecar_nested_beyond_reading_is_refused(corpus: Path) -> None:
+    corpus.with_name(f"{corpus.name}.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"\.json: not JSON \(.*recursion.*\); remove it"):
+        open_source(corpus)
+
+
+def test_a_name_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be read \(File name too long\); correct its name"):
+        open_source(tmp_path / ("x" * 300))
+
+
+def test_a_file_that_may_not_be_read_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Path, mode: str = "r") -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(InputError, match=r"\.idx: cannot be read \(Permission denied\); .* its permissions"):
         open_source(corpus)

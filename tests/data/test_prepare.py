@@ -3,24 +3,29 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ds_pretrain import cli
 from ds_pretrain.data import encode
 from ds_pretrain.data import prepare as prepare_module
 from ds_pretrain.data.indexed import open_source
+from ds_pretrain.data.interrupt import interruptible
 from ds_pretrain.data.prepare import Summary, prepare
 from ds_pretrain.data.sources import check_source, describe_source
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.errors import InputError
+from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, InputError, Preempted
 
 ENDS = ("bin", "idx", "json")
 
@@ -190,7 +195,8 @@ def test_a_kill_while_publishing_is_survived(
     folder: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run([folder], tmp_path / "whole")
-    replace, calls = os.replace, []
+    replace = os.replace
+    calls: list[Any] = []
 
     def dies_after(source: Any, target: Any) -> None:
         if Path(target).name.startswith("torn."):
@@ -233,15 +239,17 @@ def test_lost_partial_files_start_over_and_it_is_said(
     assert "what the interrupted call wrote is no longer there; starting over" in said[0]
 
 
-def interrupt(rows: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt(
+    rows: Path, out: Path, monkeypatch: pytest.MonkeyPatch, after: int = 20, sync_tokens: int = 50_000
+) -> None:
     """Leave a prepare of `rows` half done."""
     with monkeypatch.context() as patch:
         patch.setattr(encode, "_BATCH_CHARACTERS", 20_000)
-        patch.setattr(prepare_module, "SYNC_TOKENS", 50_000)
+        patch.setattr(prepare_module, "SYNC_TOKENS", sync_tokens)
 
         def dies(*args: Any) -> Iterator[encode.Batch]:
             for number, batch in enumerate(encode.read_batches(*args)):
-                if number == 20:
+                if number == after:
                     raise Killed
                 yield batch
 
@@ -345,11 +353,6 @@ def test_an_unwritable_output_is_refused(folder: Path, tmp_path: Path) -> None:
         run([folder], tmp_path / "file/out")
 
 
-def test_workers_below_one_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--workers 0: expected at least 1"):
-        run([folder], tmp_path / "out", workers=0)
-
-
 def test_an_error_while_reading_reaches_the_caller_and_keeps_no_rubbish(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no column 'body'"):
         run([rows], tmp_path / "out", text_column="body")
@@ -377,3 +380,249 @@ def test_lines_and_paragraphs_can_be_documents(tmp_path: Path) -> None:
     summary = run([path], tmp_path / "line", document="line")
     assert (summary.documents, summary.empty_dropped) == (3, 1)
     assert run([path], tmp_path / "paragraph", document="paragraph").documents == 2
+
+
+def test_outputs_inside_the_source_folder_are_not_tokenized(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    (folder / "tok").mkdir()
+    (folder / "tok/notes.txt").write_text("about the tokenizer")
+    first = run([folder], folder / "out", str(folder / "bpe"), train_tokenizer_size=300)
+    before = corpus_bytes(folder / "out")
+    again = run([folder], folder / "out", str(folder / "bpe"), overwrite=True, said=said)
+    assert (again.documents, again.tokens) == (first.documents, first.tokens)
+    assert corpus_bytes(folder / "out") == before
+    assert any("out.json" in line or "out.bin" in line for line in said)
+    with pytest.raises(
+        InputError, match=r"out\.json: belongs to the tokenizer, or is what this command writes"
+    ):
+        run([folder / "out.json"], folder / "out", overwrite=True)
+    assert corpus_bytes(folder / "out") == before
+
+
+def test_interrupted_work_inside_the_source_folder_continues(
+    rows: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first call left there must not change the inputs of the second."""
+    interrupt(folder, folder / "out", monkeypatch, after=8, sync_tokens=1)
+    assert run([folder], folder / "out").resumed_at > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "./nope"}, "tokenizer ./nope: no such file or folder"),
+        ({"text_column": "body"}, "no column 'body'"),
+        ({"train_tokenizer_size": 300, "tokenizer": "DIR/bpe", "text_column": "body"}, "no column 'body'"),
+        ({"train_tokenizer_size": 3, "tokenizer": "DIR/bpe"}, "at least 257 entries"),
+        ({"train_tokenizer_size": 300, "tokenizer": "DIR/bpe", "eos_token": "</s>"}, "leave it out"),
+        ({"eos_token": "</s>"}, "--eos-token </s>: `bytes` ends a document with an id of its own"),
+        ({"workers": 0}, "--workers 0: expected at least 1"),
+    ],
+)
+def test_nothing_is_written_by_a_call_that_fails(
+    rows: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "new/sub"
+    before = sorted(tmp_path.rglob("*"))
+    options = {k: v.replace("DIR", str(folder)) if isinstance(v, str) else v for k, v in options.items()}
+    with pytest.raises(InputError, match=message):
+        run([rows], folder / "y", **options)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_that_is_wrong_is_reported_at_once(rows: Path, tmp_path: Path) -> None:
+    run([rows], tmp_path / "out")
+    with pytest.raises(InputError) as caught:
+        run([rows, rows, tmp_path / "gone.txt"], tmp_path / "out", "./nope", workers=0)
+    for problem, said in zip(
+        caught.value.problems,
+        ("--workers 0", "gone.txt: no such", "given twice", "tokenizer ./nope", "exist already"),
+        strict=True,
+    ):
+        assert said in problem
+
+
+@pytest.mark.parametrize("out", ["", ".", "/", "..", "p/..", "p/dir/"])
+def test_a_prefix_without_a_name_is_refused(rows: Path, out: str) -> None:
+    with pytest.raises(InputError, match=r"names a folder; expected a corpus in it by its prefix, such as "):
+        prepare([str(rows)], "bytes", out, progress=False)
+
+
+def test_a_prefix_too_long_for_a_file_is_refused(rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"--out: cannot write .* \(File name too long\); choose another prefix"
+    ):
+        run([rows], tmp_path / ("x" * 250))
+
+
+def test_a_folder_that_training_did_not_make_is_never_overwritten(
+    folder: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Neither the texts themselves, nor a trained tokenizer to which someone added something."""
+    run([rows], tmp_path / "a", str(tmp_path / "bpe"), train_tokenizer_size=300)
+    (tmp_path / "bpe/mine.txt").write_text("mine")
+    for path in (folder, tmp_path / "bpe", rows):
+        with pytest.raises(InputError, match="holds something that --train-tokenizer did not make"):
+            run([rows], tmp_path / "b", str(path), train_tokenizer_size=400, overwrite=True)
+    assert len(list(folder.iterdir())) == 62
+    assert (tmp_path / "bpe/mine.txt").exists()
+
+
+@pytest.mark.parametrize("state", ["", "{", "[]", '{"key": "x", "counts": {"unknown": 1}}'])
+def test_a_damaged_state_starts_over_and_it_is_said(folder: Path, tmp_path: Path, state: str) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/state.json").write_text(state)
+    said: list[str] = []
+    assert run([folder], tmp_path / "out", said=said).resumed_at == 0
+    assert "state.json: cannot be read; starting over" in said[0]
+
+
+def test_a_full_disk_says_what_to_do_and_keeps_what_was_synced(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run([rows], tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "_BATCH_CHARACTERS", 20_000)
+        patch.setattr(prepare_module, "SYNC_TOKENS", 50_000)
+        add, calls = IndexedWriter.add, [0]
+
+        def full(self: Any, documents: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 20:
+                raise OSError(28, "No space left on device")
+            add(self, documents)
+
+        patch.setattr(IndexedWriter, "add", full)
+        with pytest.raises(
+            InputError, match=r"--out .*out: cannot be written \(No space left on device\); make room"
+        ):
+            run([rows], tmp_path / "out")
+    assert run([rows], tmp_path / "out").resumed_at > 0
+    assert corpus_bytes(tmp_path / "out") == corpus_bytes(tmp_path / "whole")
+
+
+def test_work_is_synced_by_time_too(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "SYNC_SECONDS", 0.0)
+    interrupt(rows, tmp_path / "out", monkeypatch, sync_tokens=1 << 24)
+    assert run([rows], tmp_path / "out").resumed_at > 0
+
+
+ENDLESS = """
+import sys, time
+from ds_pretrain import cli
+from ds_pretrain.data import encode, prepare
+encode._BATCH_CHARACTERS = 5_000
+encoded = prepare.encode_in_order
+def slowly(*args):
+    for number, item in enumerate(encoded(*args)):
+        if number == 10:
+            print("half way", flush=True)
+        if number >= 10:
+            time.sleep(0.2)
+        yield item
+if sys.argv.pop(1) == "slowly":
+    prepare.encode_in_order = slowly
+sys.exit(cli.main(["prepare", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_keeps_the_work_and_says_how_to_continue(
+    rows: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Also below the tokens of a sync: Ctrl-C, SIGTERM and SIGHUP lose nothing that was tokenized."""
+    words = [str(rows), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, "slowly", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: (
+            [signal.signal(s, signal.SIG_DFL) for s in (signal.SIGTERM, signal.SIGHUP)]
+            and signal.signal(signal.SIGINT, signal.default_int_handler)
+        ),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half way\n"
+    process.send_signal(number)
+    _, complained = process.communicate(timeout=60)
+    assert process.returncode == EXIT_PREEMPTED
+    (line,) = complained.splitlines()
+    found = re.fullmatch(
+        r"ds-pretrain: .*/out: interrupted; ([\d,]+) documents, [\d,]+ tokens are kept, and the same command "
+        "continues after them",
+        line,
+    )
+    assert found, line
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS, "fast", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert f"out: continuing after {found[1]} documents" in done.stderr
+    run([rows], tmp_path / "whole")
+    assert corpus_bytes(tmp_path / "out") == corpus_bytes(tmp_path / "whole")
+
+
+def test_a_stop_before_anything_is_written_says_so_and_leaves_nothing(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_pretrain.data.training.train_tokenizer", interrupted)
+    with pytest.raises(
+        Preempted, match="interrupted before a document was written; the same command starts over"
+    ):
+        run([rows], tmp_path / "new/out", str(tmp_path / "bpe"), train_tokenizer_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_signals_are_given_back(folder: Path, tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    run([folder], tmp_path / "out")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_can_prepare(folder: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, [folder], tmp_path / "out").result().documents > 0
+
+
+def test_the_command_says_loudly_which_bytes_were_not_utf8(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tokenizer", "bytes", "--quiet", "--out"]
+    assert cli.main(["prepare", str(folder), *words, str(tmp_path / "out")]) == 0
+    assert (
+        "WARNING    1 documents hold U+FFFD, which stands for bytes that are not UTF-8"
+        in capsys.readouterr().err
+    )
+    (folder / "60.txt").unlink()
+    assert cli.main(["prepare", str(folder), *words, str(tmp_path / "clean")]) == 0
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_the_command_sees_the_slash_at_the_end_of_a_prefix(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dir").mkdir()
+    assert (
+        cli.main(["prepare", str(rows), "--tokenizer", "bytes", "--out", f"{tmp_path}/dir/"])
+        == EXIT_BAD_INPUT
+    )
+    assert f"'{tmp_path}/dir/' names a folder; expected a corpus in it" in capsys.readouterr().err
+    assert not (tmp_path / "dir.bin").exists()
