@@ -82,6 +82,7 @@ class Plan:
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
         identity["sources"] = dict(data)
+        identity["deepspeed"] = _trajectory_of(self.deepspeed)
         identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
         return identity
 
@@ -221,6 +222,20 @@ def _way_out(sequences: int, micro: int) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+
+
+def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the DeepSpeed JSON fixes where the weights go, apart from how it is computed.
+
+    A load brings the saved options of the optimizer back: another value in the JSON would be ignored in silence.
+    """
+    optimizer = deepspeed.get("optimizer", {})
+    how = ("torch_adam", "fused")
+    params = {key: value for key, value in optimizer.get("params", {}).items() if key not in how}
+    return {
+        "optimizer": {"type": optimizer.get("type"), "params": params},
+        "gradient_clipping": deepspeed.get("gradient_clipping"),
+    }
 
 
 def _covers(sections: Sequence[str], path: str) -> bool:

@@ -19,7 +19,7 @@ from ds_pretrain.run_directory import (
     note_saved,
     read_record,
 )
-from tests.scenario import make_run, write_corpus
+from tests.scenario import deepspeed_json, make_run, write_corpus
 
 
 def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
@@ -262,3 +262,14 @@ def test_p05_data_that_changed_is_refused_and_a_corpus_that_moved_is_not(tmp_pat
     assert record.changes == (
         {"attempt": 2, "field": "sources.code", "old": data["code"], "new": changed["code"]},
     )
+
+
+def test_an_option_of_the_optimizer_that_a_load_would_override_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    changed = deepspeed_json()
+    changed["optimizer"]["params"] |= {"weight_decay": 0.2, "torch_adam": False}
+    (tmp_path / "deepspeed.json").write_text(json.dumps(changed))
+    problems = directory_problems(load_plan(run_file), {})
+    assert len(problems) == 1  # how Adam is computed may change
+    assert "`deepspeed.optimizer.params.weight_decay` is 0.2" in problems[0]
