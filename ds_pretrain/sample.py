@@ -4,6 +4,8 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.universal import whole_weights
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
-from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.errors import InputError
 from ds_pretrain.models.build import build_model
 from ds_pretrain.plan import Plan
 from ds_pretrain.world import World
@@ -27,27 +29,12 @@ def sample(
     Raises:
         InputError: a number that cannot be meant, no checkpoint (at that step), or no tokenizer to be had.
     """
-    _refuse_numbers(count, max_tokens, temperature, seed)
+    _refuse_words(prompt, count, max_tokens, temperature, seed)
     tokenizer = run_tokenizer(plan)
     start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
     _refuse_length(plan, 1 + len(start), max_tokens)
     folder = store.newest_intact(plan.out / "checkpoints", step)
-    model = build_model(
-        plan.model_text,
-        qk_norm=plan.run.model.qk_norm,
-        recompute=False,
-        seed=plan.run.seed,
-        dtype=torch.float32,
-        world=World(),
-        partition=nullcontext,
-        gather=lambda parameters: nullcontext(),
-        attention=plan.run.model.attention,
-    ).module.eval()
-    missing, unexpected = model.load_state_dict(whole_weights(folder), strict=False)
-    if missing or unexpected:
-        raise RunError(
-            f"{folder} does not fit {plan.run.model.config}: missing {missing}, unexpected {unexpected}"
-        )
+    model = trained_model(plan, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     torch.manual_seed(seed)
@@ -66,6 +53,33 @@ def sample(
         yield folder.name, tokenizer.decode(out[0].tolist())
 
 
+def trained_model(plan: Plan, folder: Path) -> Any:
+    """The run's Transformers model with the weights of the checkpoint `folder`, in fp32, on the CPU.
+
+    Raises:
+        InputError: the run file's model is not the one that was saved.
+    """
+    model = build_model(
+        plan.model_text,
+        qk_norm=plan.run.model.qk_norm,
+        recompute=False,
+        seed=plan.run.seed,
+        dtype=torch.float32,
+        world=World(),
+        partition=nullcontext,
+        gather=lambda parameters: nullcontext(),
+        attention=plan.run.model.attention,
+    ).module.eval()
+    try:
+        model.load_state_dict(whole_weights(folder))
+    except RuntimeError as error:
+        raise InputError(
+            f"{folder} does not fit {plan.run.model.config} and [model] of {plan.run_path}: "
+            f"{' '.join(str(error).split())}; set the model back to what was trained"
+        ) from error
+    return model
+
+
 def run_tokenizer(plan: Plan) -> Tokenizer:
     """The tokenizer that the run's sources were prepared with."""
     for section in plan.run.sources.values():
@@ -77,8 +91,10 @@ def run_tokenizer(plan: Plan) -> Tokenizer:
     )
 
 
-def _refuse_numbers(count: int, max_tokens: int, temperature: float, seed: int) -> None:
+def _refuse_words(prompt: str, count: int, max_tokens: int, temperature: float, seed: int) -> None:
     problems = []
+    if prompt != prompt.encode("utf-8", "replace").decode("utf-8"):
+        problems.append(f"--prompt {prompt!r}: holds bytes that are not UTF-8; type them as UTF-8")
     if count < 1:
         problems.append(f"--count {count}: expected at least 1")
     if max_tokens < 1:
