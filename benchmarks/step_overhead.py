@@ -38,8 +38,8 @@ from ds_pretrain.launch.command import free_port
 from ds_pretrain.opening import open_feed, open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import open_inputs
-from ds_pretrain.state import RunState
 from ds_pretrain.run_directory import RunLock
+from ds_pretrain.state import RunState
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects
 

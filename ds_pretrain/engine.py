@@ -1,7 +1,7 @@
 """The training engine behind one Protocol, and DeepSpeed behind that.
 
-The facts that this file relies on were measured on DeepSpeed 0.19.8 and have tests of ours that fail when they
-change: the caller owns the accumulation window, rates are set on the live parameter groups, a non-finite
+The facts that this file relies on were measured on DeepSpeed 0.19.8 and have tests of ours that fail when
+they change: the caller owns the accumulation window, rates are set on the live parameter groups, a non-finite
 gradient drops the update on all ranks, and a load leaves things behind that have to be cleared.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, V vocabulary.
@@ -94,7 +94,7 @@ class Engine(Protocol):
 
 
 def initialize_distributed(world: World) -> None:
-    """Join the process group (NCCL on GPUs, gloo on CPUs) that the launcher's variables describe. Collective."""
+    """Join the process group (NCCL on GPUs, gloo on CPUs) of the launcher's variables. Collective."""
     quiet_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
@@ -118,7 +118,7 @@ def initialize_distributed(world: World) -> None:
 def quiet_deepspeed() -> None:
     """Keep DeepSpeed from logging what no one acts on, and from compiling a collective at each CPU start.
 
-    On CPUs it builds a shared-memory reduction with the C++ compiler of the host: a minute on a fresh machine,
+    On CPUs it builds a shared-memory reduction with the host's C++ compiler: a minute on a fresh machine,
     an error without a compiler, and nothing that gloo does not do.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

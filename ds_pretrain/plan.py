@@ -227,7 +227,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     """What of the DeepSpeed JSON fixes where the weights go, apart from how it is computed.
 
-    A load brings the saved options of the optimizer back: another value in the JSON would be ignored in silence.
+    A load brings the saved options of the optimizer back: another value would be ignored in silence.
     """
     optimizer = deepspeed.get("optimizer", {})
     how = ("torch_adam", "fused")

@@ -31,7 +31,7 @@ def stop_file(out: Path) -> Path:
 
 
 def save_file(out: Path) -> Path:
-    """The file whose appearance asks the run in `out` for a checkpoint now; it is removed when that is taken."""
+    """The file whose appearance asks the run in `out` for a checkpoint now; it is then removed."""
     return out / "save-now"
 
 

@@ -96,8 +96,8 @@ class Saver:
         self._num_failed += 1
         limit = self._plan.run.checkpoint.failures
         told = (
-            f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; the one before it is intact "
-            f"({self._num_failed} of {limit} failures in a row that stop the run)"
+            f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; "
+            f"the one before it is intact ({self._num_failed} of {limit} failures in a row that stop the run)"
         )
         self._tell(told)
         self._monitor.event(
@@ -133,7 +133,7 @@ class Saver:
 
 
 def fits_in_memory(engine: Engine, world: World, tell: Callable[[object], None]) -> tuple[bool, int]:
-    """Whether every host can hold the copies that its ranks write behind, and the bytes of all. Collective."""
+    """Whether every host can hold its ranks' copies, and the bytes of all of them. Collective."""
     asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
     total = sum(size for _, size, _ in asked)
     for host in dict.fromkeys(host for host, _, _ in asked):

@@ -1,4 +1,4 @@
-"""One optimizer step and what it measured; validation. Shapes: B sequences, T tokens of each, V vocabulary."""
+"""One optimizer step and what it measured; validation. B sequences · T tokens of each · V vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +34,9 @@ def take_step(
 ) -> tuple[Tensor, Update]:
     """One update on this rank's part of the global batch: this rank's sums of cross-entropy and z-loss, [2].
 
-    Each micro-batch adds its sum over valid tokens, divided by the valid tokens of the whole global batch, so the
-    gradient does not depend on the split. DeepSpeed averages over ranks; `world.size` makes that a sum. Collective.
+    Each micro-batch adds its sum over valid tokens, divided by the valid tokens of the whole global batch, so
+    the gradient does not depend on the split. DeepSpeed averages over ranks; `world.size` makes that a sum.
+    Collective.
     """
     scale = world.size / max(1, batch.num_valid_tokens)
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
@@ -58,7 +59,7 @@ def measure(
     stop: StopSignal,
     world: World,
 ) -> tuple[StepRecord, Asked]:
-    """The step's numbers over all ranks, and what any rank asked for: the one reduction of a step. Collective."""
+    """The step's numbers over all ranks, and what any rank asked for: its one reduction. Collective."""
     nll, z = losses.tolist()
     num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
     row = [nll, z, num_valid, batch.checksum, batch.wait_seconds, perf_counter() - started]

@@ -1,4 +1,4 @@
-"""Requests to stop or to save: signals, or files in the run folder. Asking is local; all ranks agree to act."""
+"""Requests to stop or to save: signals, or files in the run folder. Asking is local; acting is agreed."""
 
 import signal
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class StopSignal:
         return self._signalled or (self._looks and self._file.exists())
 
     def is_save_asked(self) -> bool:
-        """True once for each request to save: SIGUSR1 on this rank, or the file `save-now`, which is removed."""
+        """True once for each request to save: SIGUSR1 here, or the file `save-now`, which is removed."""
         asked, self._save_signalled = self._save_signalled, False
         if self._looks and self._save_file.exists():
             self._save_file.unlink(missing_ok=True)

@@ -76,9 +76,9 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
             if state.step == plan.last_step and not num_applied:
                 raise NoProgress(
-                    f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); "
-                    "nothing was learned since the checkpoint that this start began from: lower schedule.peak, "
-                    "or check the data"
+                    f"{num_attempted} steps were attempted and every update was dropped (non-finite "
+                    "gradients); nothing was learned since the checkpoint that this start began from: "
+                    "lower schedule.peak, or check the data"
                 )
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))

@@ -1,7 +1,7 @@
 """`make demo`: text in, a run that is killed and comes back bitwise, and a few lines from the model.
 
-Trains examples/demo.toml on the standard library of the running Python: two CPU ranks in fp32, or every GPU found
-in bf16. Everything goes through the commands that a user types.
+Trains examples/demo.toml on the standard library of the running Python: two CPU ranks in fp32, or every GPU
+found in bf16. Everything goes through the commands that a user types.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ Next:
 
 
 def split_by_file() -> str:
-    """Copy the standard library's source into FOLDER/text/{train,validation}: one file in twenty is held out."""
+    """Copy the standard library's source into FOLDER/text; one file in twenty is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     counts = {"train": [0, 0], "validation": [0, 0]}
     for path in sorted(root.rglob("*.py")):
@@ -126,8 +126,8 @@ def compare() -> bool:
         print(f"DIFFERENT at {different[:5]}")
         return False
     print(
-        f"{len(resumed)} steps in {len(starts)} starts: {', '.join(COMPARED)} are bitwise equal to the run that "
-        "was never interrupted"
+        f"{len(resumed)} steps in {len(starts)} starts: {', '.join(COMPARED)} are bitwise equal "
+        "to the run that was never interrupted"
     )
     return True
 

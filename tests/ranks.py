@@ -64,8 +64,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(world, *args)` on every rank; the results in rank order.
 
-    With `allow_kill`, ranks that end by SIGKILL give `KILLED`; the others are then killed as well, as the loss
-    of a host would. Otherwise a rank that raises, dies or outlives the timeout fails the test with its traceback.
+    With `allow_kill`, ranks that end by SIGKILL give `KILLED`; the others are then killed as well, as the
+    loss of a host would. Otherwise a rank that raises, dies or outlives the timeout fails the test.
     """
     with tempfile.TemporaryDirectory(prefix="ranks.") as folder:
         pipes, processes = [], []

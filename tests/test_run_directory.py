@@ -138,7 +138,7 @@ def test_a_lost_record_is_made_again_from_the_checkpoint_and_compared(tmp_path: 
     known = KnownRun(40, 3, first.wandb_id, first.identity)
     (tmp_path / "out" / "run.json").unlink()
     (tmp_path / "out" / "checkpoints").mkdir()
-    with pytest.raises(InputError, match="holds the run 'tiny', and .* is 'other'"):
+    with pytest.raises(InputError, match=r"holds the run 'tiny', and .* is 'other'"):
         claim(load_plan(run_file, ["name=other"]), {}, known)
     with pytest.raises(InputError, match="`seed` is 8"):
         claim(load_plan(run_file, ["seed=8"]), {}, known)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay. One rank prunes, what it deletes loses its name first, and a failure stops nothing."""
+"""Which checkpoints stay. One rank prunes; what it deletes loses its name first; a failure stops nothing."""
 
 import shutil
 from collections.abc import Callable, Collection, Sequence

@@ -1,8 +1,9 @@
 """Saves, one at a time: snapshot now, write behind, publish once every rank's files are on disk.
 
-A save goes to a folder with another name. When all ranks have written and synced, rank 0 writes the manifest,
-renames the folder and replaces `latest`, on a thread too. Whatever dies in between leaves the checkpoint before
-intact. Ranks agree on how far a save is through one number each, which rides in the row of a step.
+A save goes to a folder with another name. When all ranks have written and synced, rank 0 writes the
+manifest, renames the folder and replaces `latest`, on a thread too. Whatever dies in between leaves the
+checkpoint before intact. Ranks agree on how far a save is through one number each, which rides in the row
+of a step.
 """
 
 import shutil
@@ -113,7 +114,7 @@ class Saves:
         return None if behind else self.finish()
 
     def advance(self, stages: Sequence[int]) -> Outcome | None:
-        """Take the save under way as far as every rank's `stage` allows; how it ended, if it did. Collective."""
+        """Take the save as far as every rank's `stage` allows; how it ended, if it did. Collective."""
         save = self._save
         if save is None or any(stage == Stage.RUNNING for stage in stages):
             return None
@@ -176,7 +177,7 @@ def save_now(
 
 
 def publish(root: Path, manifest: Manifest) -> None:
-    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each of them whole or not at all."""
+    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each all or nothing."""
     name = step_name(manifest.step)
     unfinished, final = root / f"{name}{PARTIAL}", root / name
     for folder in {(unfinished / file).parent for file in manifest.files}:

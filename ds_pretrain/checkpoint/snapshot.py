@@ -1,7 +1,8 @@
 """Copy now, write behind: the only time that training stands still for a save is the copy to host memory.
 
-DeepSpeed hands each file of this rank to `capture` instead of writing it. Tensors are copied into buffers that
-are used again for the next save; a thread then writes them, sums them as they stream, and syncs each file.
+DeepSpeed hands each file of this rank to `capture` instead of writing it. Tensors are copied into buffers
+that are used again for the next save; a thread then writes them, sums them as they stream, and syncs each
+file.
 Masters and moments change only in the optimizer's step, so the copy is of one instant.
 """
 

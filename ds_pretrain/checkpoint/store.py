@@ -73,7 +73,8 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
         _on_main(world, partial(_set_aside, folder, reason, tell))
     if candidates or from_main(world, any(root.glob(f"step_*{BROKEN}*"))):
         raise InputError(
-            f"no checkpoint in {root} verifies (each that does not was named and set aside as *{BROKEN}); a run never silently starts again at step 0: put an intact checkpoint back, or give "
+            f"no checkpoint in {root} verifies (each that does not was named and set aside as *{BROKEN}); "
+            "a run never silently starts again at step 0: put an intact checkpoint back, or give "
             "the run file a new `out`"
         )
     return None
@@ -205,8 +206,8 @@ def _verdict(folder: Path, world: World) -> str | None:
     told = gather_objects(world, (reason, unclear))
     if doubts := [doubt for _, doubt in told if doubt is not None]:
         raise RunError(
-            f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use the program "
-            "that wrote it, and start again"
+            f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use "
+            "the program that wrote it, and start again"
         )
     return next((reason for reason, _ in told if reason is not None), None)
 

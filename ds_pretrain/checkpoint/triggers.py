@@ -7,7 +7,7 @@ from ds_pretrain.timeline import Duration, Timeline
 
 
 def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) -> bool:
-    """True if `step` finished steps, or the tokens they read, pass a multiple of a trigger. The same on all ranks."""
+    """True if `step` finished steps, or the tokens they read, pass a multiple of a trigger."""
     return any(
         (trigger.unit == "steps" and step % int(trigger.amount) == 0)
         or (trigger.unit == "tokens" and _passed(timeline, step, int(trigger.amount)))

@@ -203,7 +203,7 @@ def test_a_second_broken_checkpoint_of_a_step_does_not_displace_the_first(tmp_pa
     for _ in range(3):
         _save(tmp_path, 3, world)
         (tmp_path / step_name(3) / "run.toml").unlink()
-        with pytest.raises(InputError, match="no checkpoint in .* verifies"):
+        with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
             store.find(tmp_path, world, told.append)
     assert _names(tmp_path) == ["latest", *(f"step_000000003.broken{n}" for n in ("", 2, 3))]
 

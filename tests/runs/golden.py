@@ -34,8 +34,8 @@ def run_rank(
 ) -> Any:
     """Train; with `kill_after`, this process is SIGKILLed once that step is recorded.
 
-    Returns the digest of the engine's fp32 masters and moments, the rates in its live groups at each step, and the
-    samples that it read at each step.
+    Returns the digest of the engine's fp32 masters and moments, and at each step the rates in its live groups
+    and the samples that it read.
     """
     engines: list[ZeroEngine] = []
     rates: dict[int, list[float]] = {}

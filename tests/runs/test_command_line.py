@@ -36,7 +36,7 @@ def _start(*words: str) -> subprocess.Popen[str]:
 
 
 def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Path) -> None:
-    """SIGKILL one rank, start again, SIGTERM the command, start again: bitwise the straight run, and no orphans."""
+    """SIGKILL a rank, start, SIGTERM the command, start: bitwise the straight run, and no orphans."""
     run_file = make_run(tmp_path / "run", steps=40, save_every="5 steps")
     out = tmp_path / "run/out"
     words = ("train", str(run_file), "--ranks", "2")
