@@ -134,6 +134,28 @@ def test_more_experts_a_token_than_there_are_is_refused() -> None:
     assert '"num_experts_per_tok" = 2; expected 1 to "num_local_experts" = 1' in problem
 
 
+def test_only_what_is_rotated_must_be_even() -> None:
+    latent = {"model_type": "deepseek_v3"} | tiny.ROTARY | {"qk_rope_head_dim": 15}
+    (problem,) = check_model(json.dumps(latent))
+    assert problem.endswith('"qk_rope_head_dim" = 15 is odd; rotation turns pairs: make it even')
+    assert check_model(json.dumps(latent | {"qk_rope_head_dim": 16, "hidden_size": 60})) == []
+    # Phi rotates a share that its own code knows.
+    assert check_model(json.dumps({"model_type": "phi"} | tiny.ROTARY | {"hidden_size": 60})) == []
+
+
+def test_a_rotary_scaling_that_only_one_family_knows_passes_there() -> None:
+    scaling = {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}
+    assert check_model(json.dumps({"model_type": "phi3", "pad_token_id": None} | tiny.ROTARY | scaling)) == []
+    (problem,) = check_model(json.dumps(tiny.LLAMA | scaling))
+    assert '"rope_type" = "su"; expected one of default, ' in problem
+
+
+def test_the_other_name_of_a_key_has_the_same_type() -> None:
+    assert check_model(json.dumps(tiny.GPT2 | {"max_position_embeddings": "x"})) != []
+    (problem,) = check_model(json.dumps(tiny.MIXTRAL | {"num_experts": "x"}))
+    assert problem.endswith('"num_experts" = "x"; expected a whole number or null')
+
+
 GOOD: list[dict[str, Any]] = [
     {"rope_theta": 500000, "rope_scaling": None, "head_dim": None, "torch_dtype": "bfloat16"},
     {
