@@ -31,8 +31,11 @@ def read_documents(
         raise
     except Exception as error:  # each reader of `datasets` has errors of its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        where = " from the hub" if one.reader == "hub" else f" as {one.reader}"
-        raise InputError(f"{one.name}: cannot be read{where} ({reason}); fix it or leave it out") from error
+        where = "from the hub" if one.reader == "hub" else f"as {one.reader}"
+        here = "no such file or folder here, and it " if one.reader == "hub" else ""
+        raise InputError(
+            f"{one.name}: {here}cannot be read {where} ({reason}); fix it or leave it out"
+        ) from error
 
 
 def _read_text(path: Path, document: DocumentMode) -> Iterator[str]:

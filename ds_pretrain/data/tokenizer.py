@@ -188,8 +188,8 @@ def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
 def _hub_problem(name: str, reason: str) -> InputError:
     return InputError(
         f"tokenizer {name}: {not_here(name)} here, and {reason.strip().splitlines()[0]}; expected `bytes`, a "
-        "folder with a tokenizer.json, or the name of a tokenizer on the hub; from elsewhere, run "
-        f"`hf download {name}` there and copy the folder here"
+        "folder with a tokenizer.json (to train one, add --train-tokenizer N), or a name on the hub: run "
+        f"`hf download {name}` where there is a connection, and copy the folder here"
     )
 
 

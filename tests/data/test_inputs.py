@@ -261,7 +261,9 @@ def test_another_name_is_a_hub_data_set_and_its_failure_is_explained(monkeypatch
     monkeypatch.setattr(module, "missing_from_hub", lambda name, kind: None)
     (one,) = find_inputs(["owner/set:en"], "file")
     with pytest.raises(
-        InputError, match=r"owner/set:en: cannot be read from the hub \(no route to the hub\)"
+        InputError,
+        match=r"owner/set:en: no such file or folder here, and it cannot be read from the hub "
+        r"\(no route to the hub\)",
     ):
         list(read_documents(one, "file", "text", "train"))
     assert asked == [(("owner/set", "en"), {"split": "train", "streaming": True})]
