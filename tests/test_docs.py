@@ -43,3 +43,15 @@ def test_the_exit_code_table_of_the_readme_is_that_of_the_code() -> None:
 
     table = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {int(code) for code in table} == set(errors.EXIT_MEANINGS)
+
+
+def test_the_page_of_field_problems_lists_the_tests_that_are_named_after_them() -> None:
+    rows = re.findall(
+        r"^\| P-(\d+) .*\| (`.+`) \|$", (ROOT / "docs/field-problems.md").read_text(), re.MULTILINE
+    )
+    documented = {number: set(re.findall(r"`([^`]+)`", files)) for number, files in rows}
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for number in re.findall(r"^def test_p(\d+)_", path.read_text(), re.MULTILINE):
+            found.setdefault(number, set()).add(path.relative_to(ROOT / "tests").as_posix())
+    assert documented == found
