@@ -114,13 +114,8 @@ def sample_command(words: argparse.Namespace) -> int:
 def _world_source(words: argparse.Namespace) -> str:
     if words.hostfile is not None:
         return f"--hostfile {words.hostfile}"
-    return (
-        "--ranks"
-        if getattr(words, "ranks", None)
-        else "--world"
-        if getattr(words, "world", None)
-        else "this host"
-    )
+    given = (option for option in ("ranks", "world") if getattr(words, option, None) is not None)
+    return next((f"--{option}" for option in given), "this host")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -270,7 +270,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         overriding("batch.micro_sequences=3"),
         ("which no number of ranks divides into whole micro-batches", "nearest batch.tokens: 96 or 144"),
     ),
-    "no rank at all": (overriding("--world", "0"), ("world size 0 (from", "expected 1 or more")),
+    "no rank at all": (overriding("--world", "0"), ("world size 0 (from --world): expected 1 or more",)),
     "a tokenizer larger than the model's vocabulary": (
         small_vocabulary,
         (
