@@ -67,7 +67,7 @@ def folder_problem(folder: Path, what: str) -> str | None:
         reason = f"{existing} is not writable for you"
     else:
         return None
-    return f"{what} = {folder}: cannot write there ({reason}); choose a folder that every rank can write"
+    return f"{what} = {folder}: cannot write there ({reason}); choose another folder"
 
 
 def ensure_writable_folder(folder: Path, what: str) -> None:
@@ -83,8 +83,7 @@ def ensure_writable_folder(folder: Path, what: str) -> None:
         os.unlink(probe)
     except OSError as error:
         raise InputError(
-            f"{what} = {folder}: cannot write there ({error.strerror or error}); "
-            "choose a folder that every rank can write"
+            f"{what} = {folder}: cannot write there ({error.strerror or error}); choose another folder"
         ) from error
 
 

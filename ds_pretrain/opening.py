@@ -15,7 +15,7 @@ from ds_pretrain.deepspeed_json import resolve_deepspeed
 from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import write_atomic
-from ds_pretrain.models.build import build_model
+from ds_pretrain.models.build import build_model, rehearse_build
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.rope import restore_rotary
@@ -41,12 +41,27 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         inputs = open_inputs(plan)
         if world.is_main:
             problems = find_problems(plan, inputs, world.size, "the launcher")
+            problems += [] if problems else _rehearsal_problems(plan)
     except InputError as error:
         problems = list(error.problems)
     everyone = dict.fromkeys(p for rank in gather_objects(world, problems) for p in rank)
     if everyone:
         raise InputError(everyone)
     return inputs
+
+
+def _rehearsal_problems(plan: Plan) -> list[str]:
+    """What the model's own code says against its config, on a build without memory."""
+    try:
+        rehearse_build(
+            plan.model_text,
+            qk_norm=plan.run.model.qk_norm,
+            attention=plan.run.model.attention,
+            name=plan.run.model.config,
+        )
+    except InputError as error:
+        return list(error.problems)
+    return []
 
 
 def announce(plan: Plan, inputs: Inputs, world: World) -> None:

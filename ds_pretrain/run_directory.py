@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
-from ds_pretrain.plan import Plan, changed_fields
+from ds_pretrain.plan import Plan, changed_fields, with_unit
 from ds_pretrain.rank_files import save_file, stop_file
 
 _FILE = "run.json"
@@ -96,8 +96,8 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             "give it an `out` of its own"
         ]
     return [
-        f"{plan.run_path}: `{path}` is {_short(new)}, but the run in {plan.out} was started with "
-        f"{_short(old)}; "
+        f"{plan.run_path}: `{path}` is {with_unit(path, new)}, but the run in {plan.out} was started with "
+        f"{with_unit(path, old)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
@@ -214,8 +214,3 @@ def note_saved(out: Path, step: int) -> None:
     record = read_record(out)
     if record is not None:
         write_record(out, replace(record, saved_step=max(step, record.saved_step or 0)))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

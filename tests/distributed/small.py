@@ -80,7 +80,8 @@ def step_on(
     engine: Any, plan: Plan, batch: GlobalBatch, micro_sequences: int, rate: float, world: World
 ) -> StepRecord:
     """One real step of the loop, and its record."""
-    nobody = SimpleNamespace(is_due_by_clock=lambda: False, is_asked=lambda: False)
+    no = {name: lambda: False for name in ("is_due_by_clock", "is_asked", "is_save_asked")}
+    nobody = SimpleNamespace(**no, stage=0)
     mine = share(batch, world, micro_sequences)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
     record, _ = measure(plan, RunState(), mine, losses, update, 0.0, nobody, nobody, world)  # type: ignore[arg-type]

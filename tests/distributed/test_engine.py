@@ -46,7 +46,8 @@ def test_p10_the_rates_in_the_live_groups_after_a_resume_are_the_uninterrupted_o
     asked = load_plan(straight_file).schedule
     assert straight == {step: [asked.rate(step - 1)] * 2 for step in range(1, 25)}
     assert len({rates[0] for rates in straight.values()}) > 15
-    assert resumed == {step: straight[step] for step in range(5, 25)}
+    assert set(resumed) >= set(range(5, 25))  # more if the kill caught the save of step 4
+    assert resumed == {step: straight[step] for step in resumed}
 
 
 def test_p11_a_step_is_an_optimizer_step_whatever_the_accumulation_and_the_world(tmp_path: Path) -> None:
