@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_pretrain import partitions
 from ds_pretrain.deepspeed_json import gradient_clipping, uses_bf16, zero_stage
 from ds_pretrain.errors import RunError
-from ds_pretrain.world import World
+from ds_pretrain.world import World, uses_gpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed and what it imports; ours stay errors in tests
@@ -44,7 +44,7 @@ class Update:
 
 
 class Engine(Protocol):
-    """A model with its sharded optimizer. Every method is collective."""
+    """A model with its sharded optimizer. All but `rates`, `digest` and `snapshot_bytes` are collective."""
 
     device: torch.device
 
@@ -72,8 +72,11 @@ class Engine(Protocol):
         """Host memory that a copy of this rank's shards takes, about."""
         ...
 
-    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
-        """Write this rank's shards to `folder/tag`, or hand each of its files to `capture` instead."""
+    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> Exception | None:
+        """Write this rank's shards to `folder/tag`, or hand each of its files to `capture` instead.
+
+        Why this rank could not, if it could not; every rank has then done its part all the same.
+        """
         ...
 
     def load(self, folder: Path, tag: str) -> None:
@@ -96,11 +99,11 @@ class Engine(Protocol):
 def initialize_distributed(world: World) -> None:
     """Join the process group (NCCL on GPUs, gloo on CPUs) of the launcher's variables. Collective."""
     quiet_deepspeed()
-    if torch.cuda.is_available():
+    if uses_gpu():
         torch.cuda.set_device(world.local_rank)
     if dist.is_initialized():
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if uses_gpu() else "gloo"
     if world.size > 1:
         deepspeed.init_distributed(backend, verbose=False)
     else:  # perhaps without a launcher; a group of one may take any port
@@ -194,19 +197,24 @@ class ZeroEngine:
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
     def snapshot_bytes(self) -> int:
-        """Masters and two moments in fp32, and this rank's part of the weights."""
+        """Masters and two moments in fp32, and the weights that this rank saves."""
         masters = sum(master.numel() for master in partitions.masters(self._engine.optimizer))
+        saves_weights = self._engine.zero_optimization_stage() == 3 or self._engine.global_rank == 0
         weights = sum(
-            (p.ds_tensor if hasattr(p, "ds_tensor") else p).nbytes for p in self._engine.module.parameters()
+            (p.ds_tensor if hasattr(p, "ds_tensor") else p).nbytes
+            for p in self._engine.module.parameters()
+            if saves_weights
         )
         return int(3 * 4 * masters + weights)
 
-    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> None:
-        """DeepSpeed's own shards. It may not write `latest`: that would name a torn checkpoint after a kill.
+    def save(self, folder: Path, tag: str, capture: Capture | None = None) -> Exception | None:
+        """DeepSpeed's own shards. It may not write `latest`: that could name a torn checkpoint after a kill.
 
-        A rank that cannot write raises behind DeepSpeed's last barrier: nobody waits for it forever.
+        A rank that cannot write goes on to DeepSpeed's last barrier: nobody waits for it forever. So
+        DeepSpeed may not copy its recovery scripts either, which it does on one rank before that barrier.
         """
-        writer, failures = self._engine.checkpoint_engine, []
+        writer = self._engine.checkpoint_engine
+        failures: list[Exception] = []
         write = writer.save
 
         def try_to_write(state_dict: Any, path: str) -> None:
@@ -215,16 +223,17 @@ class ZeroEngine:
                     write(state_dict, path)
                 else:
                     capture(state_dict, Path(path))
-            except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
+            except Exception as error:  # told by the return value, once every rank is through
                 failures.append(error)
 
         writer.save = try_to_write
+        self._engine._copy_recovery_script = lambda folder: None
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
         finally:
             writer.save = write
-        if failures:
-            raise failures[0]
+            del self._engine._copy_recovery_script
+        return failures[0] if failures else None
 
     def load(self, folder: Path, tag: str) -> None:
         """Load, then clear what DeepSpeed leaves behind of a window that was open."""

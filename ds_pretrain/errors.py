@@ -15,6 +15,7 @@ code  meaning
 """
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -38,6 +39,7 @@ class RunError(Exception):
     """Base of every error that a user can meet."""
 
     exit_code = EXIT_FAILED
+    agreed = False  # True if every rank raises it: then one of them says it
 
 
 class InputError(RunError):
@@ -55,19 +57,31 @@ class InputError(RunError):
         return f"{len(self.problems)} problems:\n" + "\n".join(f"  - {p}" for p in self.problems)
 
 
-class NoProgress(RunError):
-    """The run has steps left and made none."""
+Agreed = TypeVar("Agreed", bound=RunError)
 
+
+def agreed(error: Agreed) -> Agreed:
+    """Mark an error that every rank raises together."""
+    error.agreed = True
+    return error
+
+
+class NoProgress(RunError):
+    """The run has steps left and made none. Raised by every rank."""
+
+    agreed = True
     exit_code = EXIT_NO_PROGRESS
 
 
 class CannotSave(RunError):
     """Several saves in a row have failed; training on would only add to what can be lost."""
 
+    agreed = True
     exit_code = EXIT_CANNOT_SAVE
 
 
 class Preempted(RunError):
-    """The run was asked to stop, and stopped with everything saved."""
+    """The run was asked to stop, and stopped with everything saved. Raised by every rank."""
 
+    agreed = True
     exit_code = EXIT_PREEMPTED

@@ -1,8 +1,12 @@
 """From a plan to the parts that a loop needs, each opened on every rank."""
 
+import hashlib
 import json
 import platform
 import sys
+import uuid
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -11,9 +15,9 @@ from ds_pretrain.checkpoint.rng import seed_streams
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.data.validation import ValidationSet, make_validation_set
-from ds_pretrain.deepspeed_json import resolve_deepspeed
+from ds_pretrain.deepspeed_json import resolve_deepspeed, uses_bf16
 from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
-from ds_pretrain.errors import InputError
+from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.files import write_atomic
 from ds_pretrain.models.build import build_model, rehearse_build
 from ds_pretrain.models.flops import flops_per_token
@@ -26,7 +30,7 @@ from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.plan import Plan
 from ds_pretrain.preflight import Inputs, find_problems, open_inputs, summary
 from ds_pretrain.run_directory import RunRecord
-from ds_pretrain.world import World, gather_objects
+from ds_pretrain.world import World, from_main, gather_objects, uses_gpu
 
 
 def prepare_inputs(plan: Plan, world: World) -> Inputs:
@@ -36,18 +40,62 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         InputError: on every rank, with every rank's problems.
     """
     problems: list[str] = []
-    inputs = Inputs({}, {})
+    inputs, seen = Inputs({}, {}), ""
     try:
         inputs = open_inputs(plan)
+        seen = _digest(plan, inputs)
         if world.is_main:
             problems = find_problems(plan, inputs, world.size, "the launcher")
             problems += [] if problems else _rehearsal_problems(plan)
     except InputError as error:
         problems = list(error.problems)
-    everyone = dict.fromkeys(p for rank in gather_objects(world, problems) for p in rank)
+    told = gather_objects(world, (problems, seen, platform.node()))
+    everyone = list(dict.fromkeys(p for problems, _, _ in told for p in problems))
+    if not everyone:
+        others = {node for _, digest, node in told if digest != told[0][1]}
+        everyone = [
+            f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {told[0][2]} under "
+            "the same paths; bring its copies up to date"
+            for node in sorted(others)
+        ]
     if everyone:
-        raise InputError(everyone)
+        raise agreed(InputError(everyone))
     return inputs
+
+
+def _digest(plan: Plan, inputs: Inputs) -> str:
+    """What this rank has read: equal only if it would train the same run."""
+    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(inputs.data))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def require_shared_folder(folder: Path, world: World) -> None:
+    """Make sure that every rank sees what rank 0 writes in `folder`. Collective.
+
+    Raises:
+        InputError: a host has a folder of its own there; its checkpoints would be torn.
+    """
+    word = folder / ".shared"
+    if world.is_main:
+        write_atomic(word, uuid.uuid4().hex)
+    expected, deadline = from_main(world, word.read_text() if world.is_main else ""), monotonic() + 10.0
+    while (sees := _reads(word, expected)) is False and monotonic() < deadline:
+        sleep(0.2)  # a network file system may show a new file late
+    blind = {node for node, sees in gather_objects(world, (platform.node(), sees)) if not sees}
+    if blind:
+        raise agreed(
+            InputError(
+                f"{folder.absolute()} is not the same folder on {', '.join(sorted(blind))}; `out` must lie "
+                "on a file system that all hosts share"
+            )
+        )
+
+
+def _reads(path: Path, expected: str) -> bool:
+    try:
+        return path.read_text() == expected
+    except OSError:
+        return False
 
 
 def _rehearsal_problems(plan: Plan) -> list[str]:
@@ -65,7 +113,7 @@ def _rehearsal_problems(plan: Plan) -> list[str]:
 
 
 def announce(plan: Plan, inputs: Inputs, world: World) -> None:
-    """Print the resolved run, and keep what it is made of in the run directory."""
+    """Print the resolved run, and keep what it is made of in the run directory. Collective."""
     hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
     if world.is_main:
         for line in summary(plan, inputs, world.size):
@@ -111,7 +159,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
     wandb = None
     if section.wandb != "off":
         wandb = WandbRun(record.wandb_id, section.wandb_project, plan.run.name, section.wandb)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    device = torch.cuda.get_device_name() if uses_gpu() else None
     return Monitor(
         out=plan.out,
         every=section.every,
@@ -123,7 +171,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
         flops_per_token=flops_per_token(
             json.loads(plan.model_text), segment.seq_len, qk_norm=plan.run.model.qk_norm
         ),
-        peak_flops_per_rank=peak_flops(device) if device else None,
+        peak_flops_per_rank=peak_flops(device) if device and uses_bf16(plan.deepspeed) else None,
         world=world,
     )
 

@@ -186,13 +186,6 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     return problems
 
 
-def accumulation_of(plan: Plan, step: int, world_size: int) -> int:
-    """Micro-batches that one rank takes in a step. `check_world` must have found no problem."""
-    count = accumulation(plan.timeline.at(step).sequences, plan.run.batch.micro_sequences, world_size)
-    assert count is not None
-    return count
-
-
 def changed_fields(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:

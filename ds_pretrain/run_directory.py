@@ -20,6 +20,7 @@ _LOCK = ".run.lock"
 # What a launch leaves in a directory before there is a record.
 _OURS_BEFORE_THE_RECORD = {
     _LOCK,
+    ".shared",
     ".launch.lock",
     "launches.jsonl",
     "deepspeed_env",

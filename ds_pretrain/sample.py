@@ -16,7 +16,7 @@ from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.build import build_model
 from ds_pretrain.plan import Plan
-from ds_pretrain.world import World
+from ds_pretrain.world import World, uses_gpu
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
 
@@ -35,7 +35,7 @@ def sample(
     _refuse_length(plan, 1 + len(start), max_tokens)
     folder = store.newest_intact(plan.out / "checkpoints", step)
     model = trained_model(plan, folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if uses_gpu() else "cpu"
     model.to(device)
     torch.manual_seed(seed)
     ids = torch.tensor([[tokenizer.eos_id, *start]], device=device)  # [1, T]

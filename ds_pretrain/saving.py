@@ -11,13 +11,16 @@ from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count
 from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
-from ds_pretrain.errors import CannotSave
+from ds_pretrain.errors import CannotSave, InputError
 from ds_pretrain.files import available_memory_bytes
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.run_directory import RunRecord, note_saved
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects
+
+# torch rounds each pinned buffer up to a power of two: up to twice the bytes.
+PINNED_ROUNDING = {"cuda": 2}
 
 
 class Saver:
@@ -37,6 +40,7 @@ class Saver:
         self._clock = WallClock(plan.run.checkpoint.every)
         self._root = plan.out / "checkpoints"
         self._num_failed = 0  # in a row
+        self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._behind, expected_bytes = fits_in_memory(engine, world, tell)
         self._saves = Saves(self._root, world, self._published, expected_bytes)
 
@@ -72,6 +76,16 @@ class Saver:
         self._note(self._saves.begin(state, manifest, texts, self._engine, behind=self._behind))
         self._clock.restart()
 
+    def save_surely(self, state: RunState) -> None:
+        """Save, and return only when the checkpoint is published. Collective.
+
+        Raises:
+            CannotSave: it failed so often that the run stops.
+        """
+        while self._saved_step != state.step:
+            self.save(state)
+            self.finish()
+
     def advance(self, stages: Sequence[int]) -> None:
         """Take the save under way as far as every rank's stage allows. Collective."""
         self._note(self._saves.advance(stages))
@@ -84,7 +98,7 @@ class Saver:
         if outcome is None:
             return
         if outcome.problem is None:
-            self._num_failed = 0
+            self._num_failed, self._saved_step = 0, outcome.step
             self._monitor.event(
                 "checkpoint",
                 step=outcome.step,
@@ -111,7 +125,10 @@ class Saver:
     def _published(self, step: int) -> None:
         """On rank 0's thread, after a checkpoint is complete."""
         section = self._plan.run.checkpoint
-        note_saved(self._plan.out, step)
+        try:
+            note_saved(self._plan.out, step)
+        except (OSError, InputError) as error:  # the checkpoint is there all the same
+            self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
         prune(self._root, keep=section.keep, keep_every_steps=self._plan.keep_every_steps, tell=self._tell)
 
     def _manifest(self, state: RunState) -> Manifest:
@@ -139,7 +156,7 @@ def fits_in_memory(engine: Engine, world: World, tell: Callable[[object], None])
     for host in dict.fromkeys(host for host, _, _ in asked):
         needed = sum(size for name, size, _ in asked if name == host)
         free = min(free for name, _, free in asked if name == host)
-        if needed > 0.9 * free:
+        if needed * PINNED_ROUNDING.get(engine.device.type, 1) > 0.9 * free:
             tell(
                 f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need {needed:,}: "
                 "training stands still while checkpoints are written"

@@ -23,6 +23,7 @@ class StopSignal:
         self._looks = world.is_main  # one rank looks at the file system
         self._signalled = self._save_signalled = False
         self._has_looked = False  # only then is the folder known to be this run's
+        self._save_file_stays = False
         self._before: Sequence[Any] = ()
 
     def __enter__(self) -> "StopSignal":
@@ -40,14 +41,17 @@ class StopSignal:
     def is_asked(self) -> bool:
         """True if this rank was asked. Other ranks may not have been: share it before acting on it."""
         self._has_looked = self._looks
-        return self._signalled or (self._looks and self._file.exists())
+        return self._signalled or (self._looks and _exists(self._file))
 
     def is_save_asked(self) -> bool:
         """True once for each request to save: SIGUSR1 here, or the file `save-now`, which is removed."""
         asked, self._save_signalled = self._save_signalled, False
-        if self._looks and self._save_file.exists():
-            self._save_file.unlink(missing_ok=True)
+        if self._looks and not self._save_file_stays and _exists(self._save_file):
             asked = True
+            try:
+                self._save_file.unlink(missing_ok=True)
+            except OSError:  # somebody else's: it asks once, not at every step
+                self._save_file_stays = True
         return asked
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -55,3 +59,11 @@ class StopSignal:
             self._save_signalled = True
         else:
             self._signalled = True
+
+
+def _exists(path: Path) -> bool:
+    """Whether a file is there; a file system that does not answer asks for nothing."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

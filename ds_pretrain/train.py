@@ -4,6 +4,7 @@ deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value 
 """
 
 import argparse
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count
 from ds_pretrain.engine import Engine, initialize_distributed
-from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, InputError, NoProgress, Preempted, RunError
+from ds_pretrain.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    InputError,
+    NoProgress,
+    Preempted,
+    RunError,
+    agreed,
+)
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
@@ -24,6 +33,7 @@ from ds_pretrain.opening import (
     open_monitor,
     open_run_engine,
     prepare_inputs,
+    require_shared_folder,
     validation_sets,
 )
 from ds_pretrain.plan import Plan, load_plan
@@ -48,6 +58,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
     """
     inputs = prepare_inputs(plan, world)
     _shared(world, lock.take)
+    require_shared_folder(plan.out, world)
     found = store.find(plan.out / "checkpoints", world, _tell(world))
     _refuse_past_end(found, plan)
     found = found and store.fitted(found, plan.deepspeed, world, _tell(world))
@@ -74,7 +85,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
             monitor.step(step)
             state = state.after_step()
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
-            if state.step == plan.last_step and not num_applied:
+            if state.step == plan.last_step and num_attempted > 1 and not num_applied:
                 raise NoProgress(
                     f"{num_attempted} steps were attempted and every update was dropped (non-finite "
                     "gradients); nothing was learned since the checkpoint that this start began from: "
@@ -83,15 +94,15 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
             saver.advance(asked.stages)
-            if asked.save or asked.stop or saver.is_due(state):
+            if asked.stop or state.step == plan.last_step:
+                saver.save_surely(state)
+            elif asked.save or saver.is_due(state):
                 saver.save(state)
-            if asked.stop:
-                saver.finish()
+            if asked.stop and state.step < plan.last_step:
                 monitor.event("stop", step=state.step)
                 raise Preempted(
                     f"stopped after step {state.step:,}, saved; the same command goes on from there"
                 )
-        saver.finish()
 
 
 def validation_due(plan: Plan, state: RunState) -> bool:
@@ -114,27 +125,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = load_plan(words.run_file, words.overrides)
     except InputError as error:
-        _tell(world)(error)
+        _complain(world, error)
         return error.exit_code
     lock = RunLock(plan)
     with StopSignal(plan.out, world) as stop:
         try:
             initialize_distributed(world)
             train(plan, world, stop, lock)
-            code = EXIT_FINISHED
+            code, leaves_together = EXIT_FINISHED, True
         except RunError as error:
-            _tell(world)(error)
-            code = error.exit_code
+            _complain(world, error)
+            code, leaves_together = error.exit_code, error.agreed
         except Exception:
             traceback.print_exc()
-            code = EXIT_FAILED
+            code, leaves_together = EXIT_FAILED, False
         if lock.is_held:
             _record_exit(
                 plan, code
             )  # while SIGTERM is only noted: the launcher ends us when a peer has ended
-    if code == EXIT_FINISHED:
-        barrier(world)
-        dist.destroy_process_group()
+        if leaves_together:  # or the launcher ends the others when the first has ended
+            barrier(world)
+            dist.destroy_process_group()
     return code
 
 
@@ -174,17 +185,27 @@ def _refuse_past_end(found: store.Found | None, plan: Plan) -> None:
 
 
 def _shared(world: World, act: Callable[[], Shared]) -> Shared:
-    """What rank 0 gets from `act`, or the InputError that it met, on every rank. Collective."""
-    value, problems = None, None
+    """What rank 0 gets from `act`, or the error that it met, on every rank. Collective."""
+    value, error = None, None
     if world.is_main:
         try:
             value = act()
-        except InputError as error:
-            problems = error.problems
-    value, problems = from_main(world, (value, problems))
-    if problems is not None:
-        raise InputError(problems)
+        except RunError as met:
+            error = met
+        except OSError as met:
+            error = RunError(str(met))
+    value, error = from_main(world, (value, error))
+    if error is not None:
+        raise agreed(error)
     return cast(Shared, value)
+
+
+def _complain(world: World, error: RunError) -> None:
+    """Say an error: once where all ranks met it, and with its rank where it may be one rank's own."""
+    if world.is_main:
+        say(sys.stderr, f"ds_pretrain: {error}")
+    elif not error.agreed:
+        say(sys.stderr, f"ds_pretrain: rank {world.rank} on {platform.node()}: {error}")
 
 
 def _tell(world: World) -> Callable[[object], None]:

@@ -42,6 +42,13 @@ class World:
             os.environ.setdefault(name, str(value))
 
 
+def uses_gpu() -> bool:
+    """True if the ranks compute on CUDA devices: there are some, and DS_ACCELERATOR allows them."""
+    import torch
+
+    return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
+
+
 def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
     """One row of numbers from each rank: [num_ranks, len(row)], the same bits everywhere. Collective."""
     local = np.asarray(row, dtype=np.float64)

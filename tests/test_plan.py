@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.plan import Plan, accumulation_of, changed_fields, check_world, load_plan, with_unit
+from ds_pretrain.plan import Plan, changed_fields, check_world, load_plan, with_unit
 from ds_pretrain.schedules import Cosine, Wsd
+from ds_pretrain.timeline import accumulation
 from tests.scenario import deepspeed_json, make_run
 
 
@@ -166,7 +167,7 @@ def test_p11_the_rate_at_a_step_is_the_same_for_every_accumulation_and_world(tmp
     for count, world in ((1, 1), (4, 1), (1, 2), (4, 2)):
         plan = load_plan(run_file, [f"batch.micro_sequences={8 // (count * world)}"])
         assert check_world(plan, world, "a test") == []
-        assert accumulation_of(plan, 0, world) == count
+        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_sequences, world) == count
         tables.add(tuple(plan.schedule.rate(step) for step in range(plan.last_step)))
     (table,) = tables
     assert (len(table), table[0], max(table)) == (20, 0.0, 1e-2)
@@ -194,7 +195,7 @@ def test_p30_the_batch_is_solved_for_or_refused_with_all_its_factors(
     problems = check_world(plan, world, "the launcher")
     if isinstance(expected, int):
         assert problems == []
-        assert accumulation_of(plan, 0, world) == expected
+        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_sequences, world) == expected
         return
     (problem,) = problems
     assert expected in problem

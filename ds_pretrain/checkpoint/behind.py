@@ -33,9 +33,9 @@ class Job(Generic[Result]):
             return Stage.RUNNING
         return Stage.FAILED if self.error is not None else Stage.DONE
 
-    def wait(self) -> None:
-        """Return when it is done or has failed."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it is done or has failed, or after so many seconds."""
+        self._thread.join(seconds)
 
     def result(self) -> Result:
         """What `act` returned; its error is raised here."""

@@ -26,14 +26,7 @@ def doomed(
     ]
 
 
-def prune(
-    root: Path,
-    *,
-    keep: int,
-    keep_every_steps: int | None,
-    tell: Callable[[str], None],
-    shipped_only: bool = False,
-) -> None:
+def prune(root: Path, *, keep: int, keep_every_steps: int | None, tell: Callable[[str], None]) -> None:
     """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save."""
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
     for step in doomed(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_pretrain.world import uses_gpu
+
 
 def seed_streams(seed: int, rank: int) -> None:
     """Give this rank streams of its own: python, numpy, torch and the device."""
@@ -41,7 +43,7 @@ def capture_streams() -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "device": torch.cuda.get_rng_state() if uses_gpu() else None,
     }
 
 
@@ -54,7 +56,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
         (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
     )
     torch.set_rng_state(streams["torch"])
-    if streams["device"] is not None and torch.cuda.is_available():
+    if streams["device"] is not None and uses_gpu():
         torch.cuda.set_rng_state(streams["device"])
 
 

@@ -24,13 +24,14 @@ from ds_pretrain.state import RunState
 from ds_pretrain.world import World, from_main, gather_objects, gather_rows
 
 Capture = Callable[[Any, Path], None]
+_PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
 
 
 class Saveable(Protocol):
     """What a save needs of an engine. Collective."""
 
-    def save(self, folder: Path, tag: str, capture: Capture) -> None:
-        """Hand this rank's files to `capture`. Raises once every rank is through."""
+    def save(self, folder: Path, tag: str, capture: Capture) -> Exception | None:
+        """Hand this rank's files to `capture`; why it could not, once every rank is through."""
         ...
 
 
@@ -69,11 +70,6 @@ class Saves:
         self._save: _InFlight | None = None
 
     @property
-    def is_busy(self) -> bool:
-        """True while a save is under way: the same on every rank."""
-        return self._save is not None
-
-    @property
     def stage(self) -> int:
         """This rank's part of the save under way; 0 if there is none. For the row of a step."""
         if self._save is None:
@@ -93,13 +89,10 @@ class Saves:
         began = perf_counter()
         name = step_name(state.step)
         unfinished = self._root / f"{name}{PARTIAL}"
-        start = partial(_start_partial, unfinished, self._expected_bytes)
-        problem = from_main(self._world, _attempt(self._world, start))
+        problem = from_main(self._world, self._started(unfinished))
         snapshot = Snapshot(self._buffers)
         if problem is None:
-            problem = self._own(
-                _attempt(None, lambda: engine.save(self._root, unfinished.name, snapshot.capture))
-            )
+            problem = self._own(engine.save(self._root, unfinished.name, snapshot.capture))
             snapshot.add(rng_bytes(), unfinished / rng_file(self._world.rank))
             if self._world.is_main:
                 for file, text in {**texts, RUN_STATE: state.to_json()}.items():
@@ -137,9 +130,18 @@ class Saves:
         """Wait until the save under way is published or has failed. Collective."""
         outcome = None
         while self._save is not None and outcome is None:
-            (self._save.publishing or self._save.job).wait()
+            (self._save.publishing or self._save.job).wait(_PATIENCE_SECONDS)
             outcome = self.advance([int(s) for s in gather_rows(self._world, [self.stage])[:, 0]])
         return outcome
+
+    def _started(self, unfinished: Path) -> str | None:
+        """Why there can be no save, on rank 0."""
+        if self._world.is_main:
+            try:
+                _start_partial(unfinished, self._expected_bytes)
+            except (OSError, RunError) as error:
+                return str(error)
+        return None
 
     def _publish_and_tell(self, step: int, manifest: Manifest) -> None:
         publish(self._root, manifest)
@@ -182,6 +184,9 @@ def publish(root: Path, manifest: Manifest) -> None:
     unfinished, final = root / f"{name}{PARTIAL}", root / name
     for folder in {(unfinished / file).parent for file in manifest.files}:
         sync_folder(folder)
+    for file, entry in manifest.files.items():  # other hosts may have written elsewhere
+        if (unfinished / file).stat().st_size != entry.bytes:
+            raise OSError(f"{file} has another size here than where it was written")
     write_point("manifest")
     write_atomic(unfinished / MANIFEST, manifest.to_json())
     if final.exists():  # the same step again, after older weights were restored
@@ -205,17 +210,6 @@ def _start_partial(unfinished: Path, expected_bytes: int) -> None:
             f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {expected_bytes:,}"
         )
     unfinished.mkdir()
-
-
-def _attempt(only_main: World | None, act: Callable[[], None]) -> str | None:
-    """Why `act` failed; with a world, it is done on rank 0 alone."""
-    if only_main is not None and not only_main.is_main:
-        return None
-    try:
-        act()
-    except (OSError, RuntimeError, MemoryError, RunError) as error:  # torch raises RuntimeError for I/O too
-        return str(error) or type(error).__name__
-    return None
 
 
 def _by_name(entries: Mapping[Path, FileEntry], folder: Path) -> dict[str, FileEntry]:

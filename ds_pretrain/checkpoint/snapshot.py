@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.layout import FileEntry
 from ds_pretrain.files import write_point
+from ds_pretrain.world import uses_gpu
 
 Buffers = dict[tuple[str, int], Tensor]  # host copies, kept from save to save
 
@@ -44,7 +45,7 @@ class Snapshot:
 
     def settle(self) -> None:
         """Wait for copies that the device has not finished."""
-        if torch.cuda.is_available():
+        if uses_gpu():
             torch.cuda.synchronize()
 
     def _copied(self, value: Any, name: str, copies: dict[tuple[Any, ...], Tensor]) -> Any:

@@ -25,7 +25,7 @@ from ds_pretrain.checkpoint.rng import load_streams
 from ds_pretrain.checkpoint.universal import Universal, layout_changes, opened, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
-from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.errors import InputError, RunError, agreed
 from ds_pretrain.files import checksum
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, from_main, gather_objects
@@ -72,10 +72,12 @@ def find(root: Path, world: World, tell: Tell) -> Found | None:
             return _open(folder)
         _on_main(world, partial(_set_aside, folder, reason, tell))
     if candidates or from_main(world, any(root.glob(f"step_*{BROKEN}*"))):
-        raise InputError(
-            f"no checkpoint in {root} verifies (each that does not was named and set aside as *{BROKEN}); "
-            "a run never silently starts again at step 0: put an intact checkpoint back, or give "
-            "the run file a new `out`"
+        raise agreed(
+            InputError(
+                f"no checkpoint in {root} verifies (what does not was named and set aside as *{BROKEN}); "
+                "a run never silently starts again at step 0: put an intact checkpoint back, or give "
+                "the run file a new `out`"
+            )
         )
     return None
 
@@ -205,9 +207,11 @@ def _verdict(folder: Path, world: World) -> str | None:
         unclear = f"rank {world.rank}: {error}"
     told = gather_objects(world, (reason, unclear))
     if doubts := [doubt for _, doubt in told if doubt is not None]:
-        raise RunError(
-            f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use "
-            "the program that wrote it, and start again"
+        raise agreed(
+            RunError(
+                f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use "
+                "the program that wrote it, and start again"
+            )
         )
     return next((reason for reason, _ in told if reason is not None), None)
 
@@ -237,4 +241,4 @@ def _on_main(world: World, act: Callable[[], None]) -> None:
             problem = str(error)
     problem = from_main(world, problem)
     if problem is not None:
-        raise RunError(f"rank 0: {problem}")
+        raise agreed(RunError(f"rank 0: {problem}"))

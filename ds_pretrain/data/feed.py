@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import SampleIds, Sampler
 from ds_pretrain.state import RunState, SkipLedger
-from ds_pretrain.world import World
+from ds_pretrain.world import World, uses_gpu
 
 IGNORED = -100  # label of a token that is not trained on
 _READ_AHEAD_STEPS = 2
@@ -120,6 +120,6 @@ def to_micro_batch(rows: NDArray[np.int64]) -> MicroBatch:
     tokens = torch.from_numpy(rows)  # [B, T + 1]
     # Copies: with one row both slices count as contiguous, and an ignored label would overwrite an input.
     inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # [B, T] each
-    if torch.cuda.is_available():
+    if uses_gpu():
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return MicroBatch(inputs, labels)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint import snapshot
-from ds_pretrain.errors import EXIT_CANNOT_SAVE, EXIT_FINISHED
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, InputError
+from ds_pretrain.opening import require_shared_folder
 from ds_pretrain.world import World
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
@@ -37,12 +38,15 @@ def test_p29_every_sample_of_every_window_is_trained_on_once_over_kills(tmp_path
     ]
 
 
-def _start_on_a_disk_that_fills_up(world: World, run_file: str, full_at: str, overrides: list[str]) -> Any:
+def _start_on_a_disk_that_fills_up(
+    world: World, run_file: str, full_at: str, overrides: list[str], times: int = 100
+) -> Any:
     patch = pytest.MonkeyPatch()
-    write = snapshot.write_summed
+    write, failed = snapshot.write_summed, list[Path]()
 
     def written(path: Path, value: Any) -> Any:
-        if world.rank == 1 and full_at in str(path):
+        if world.rank == 1 and full_at in str(path) and len(failed) < times:
+            failed.append(path)
             raise OSError(28, "No space left on device")
         return write(path, value)
 
@@ -88,3 +92,45 @@ def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_ex
     assert [ended.code for ended in again] == [EXIT_FINISHED] * 2
     assert "step_000000002: 2 of 5 steps done" in again[0].stdout
     assert trace(tmp_path / "full" / "out") == trace(tmp_path / "straight" / "out")
+
+
+def test_p20_the_last_save_is_tried_again_until_it_is_published(tmp_path: Path) -> None:
+    """Code 0 says that the last step is saved: one failure of that save must not end in it."""
+    run_file = make_run(tmp_path / "once", **OPTIONS)
+    ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000005", [], 1)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "the checkpoint of step 5 was not saved" in ranks[0].stderr
+    assert (tmp_path / "once" / "out" / "checkpoints" / "step_000000005" / "manifest.json").exists()
+
+    run_file = make_run(tmp_path / "always", **OPTIONS)
+    ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000005", [])
+    assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
+
+
+def _with_an_override_of_its_own(world: World, run_file: str) -> Any:
+    return start(world, run_file, ("seed=8",) if world.rank == 1 else ())
+
+
+def test_ranks_that_read_different_files_do_not_train_together(tmp_path: Path) -> None:
+    ranks = run_ranks(_with_an_override_of_its_own, 2, str(make_run(tmp_path)))
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    assert "reads another run file, DeepSpeed JSON, model config or corpus" in ranks[0].stderr
+    assert ranks[1].stderr == ""  # every rank met it: one says it
+    assert not (tmp_path / "out").exists()
+
+
+def _require_shared(world: World, folder: str) -> str:
+    mine = Path(folder) / (f"host_{world.rank}" if folder.endswith("apart") else "")
+    mine.mkdir(parents=True, exist_ok=True)
+    try:
+        require_shared_folder(mine, world)
+    except InputError as error:
+        return str(error)
+    return "shared"
+
+
+def test_p22_a_run_directory_that_hosts_do_not_share_is_found_at_the_start(tmp_path: Path) -> None:
+    assert run_ranks(_require_shared, 2, str(tmp_path / "one")) == ["shared", "shared"]
+    for message in run_ranks(_require_shared, 2, str(tmp_path / "apart")):
+        assert "is not the same folder on" in message
+        assert "`out` must lie on a file system that all hosts share" in message

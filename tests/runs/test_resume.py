@@ -68,7 +68,7 @@ def test_a_run_whose_checkpoints_are_all_broken_refuses_now_and_at_the_next_star
     assert [ended.code for ended in first + second] == [EXIT_BAD_INPUT] * 4
     assert first[0].stderr.count(" is broken: ") == 3
     for ended in (first[0], second[0]):
-        assert "checkpoints verifies (each that does not was named and set aside" in ended.stderr
+        assert "checkpoints verifies (what does not was named and set aside" in ended.stderr
         assert "a run never silently starts again at step 0" in ended.stderr
 
 
