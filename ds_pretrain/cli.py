@@ -32,7 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train_command(words: argparse.Namespace) -> int:
     """Compose and run the `deepspeed` command of a run file."""
     plan = load_plan(words.run_file, words.overrides)
-    command = compose(words.run_file, words.overrides, ranks=words.ranks, hostfile=words.hostfile)
+    command = compose(
+        words.run_file,
+        words.overrides,
+        ranks=words.ranks,
+        hostfile=words.hostfile,
+        master_addr=words.master_addr,
+        master_port=words.master_port,
+        ssh_port=words.ssh_port,
+    )
     world_size = num_ranks(command.hosts) or None
     problems = find_problems(plan, open_inputs(plan), world_size, _world_source(words))
     if problems:
@@ -92,6 +100,47 @@ def prepare_command(words: argparse.Namespace) -> int:
     return 0
 
 
+def checkpoints_command(words: argparse.Namespace) -> int:
+    """List, verify, pin or convert the checkpoints of a run."""
+    from ds_pretrain.checkpoint.inventory import chosen, described, entries, verified
+
+    run = Path(words.run)
+    root = (run if run.is_dir() else load_plan(run).out) / "checkpoints"
+    if words.action == "list":
+        lines = [described(entry) for entry in entries(root)]
+        print("\n".join(lines) or f"{root} holds no checkpoint")
+        return 0
+    if words.action == "verify":
+        folders = [chosen(root, words.step)] if words.step is not None else [e.folder for e in entries(root)]
+        reasons = {folder: verified(folder) for folder in folders}
+        for folder, reason in reasons.items():
+            print(f"{folder.name}  {reason or 'intact'}")
+        if any(reasons.values()):
+            raise InputError("not every checkpoint is intact; a start takes the newest that is")
+        return 0
+    if words.step is None:
+        raise InputError(
+            f"checkpoints {words.action}: name the step, like `checkpoints RUN {words.action} 1000`"
+        )
+    return _change_checkpoint(words.action, chosen(root, words.step))
+
+
+def _change_checkpoint(action: str, folder: Path) -> int:
+    from ds_pretrain.checkpoint.inventory import verified
+    from ds_pretrain.checkpoint.retention import pin
+
+    if action in ("pin", "unpin"):
+        pin(folder, action == "pin")
+        print(f"{folder.name} is {'kept for good' if action == 'pin' else 'pruned in its turn'}")
+        return 0
+    if reason := verified(folder):
+        raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
+    from ds_pretrain.checkpoint.convert import convert
+
+    print(f"{convert(folder)} can be loaded on any number of ranks")
+    return 0
+
+
 def sample_command(words: argparse.Namespace) -> int:
     """Print what a run's newest checkpoint says."""
     from ds_pretrain.sample import sample
@@ -148,6 +197,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--hostfile", type=Path, metavar="F", help="hosts and slots, one `name slots=N` a line"
     )
+    train.add_argument("--master-addr", metavar="A", help="address of the first host that the others reach")
+    train.add_argument(
+        "--master-port", type=int, metavar="P", help="port there (default: the first free one)"
+    )
+    train.add_argument("--ssh-port", type=int, metavar="P", help="of the hosts' sshd")
     train.set_defaults(call=train_command)
 
     check = commands.add_parser(
@@ -185,6 +239,16 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--overwrite", action="store_true", help="replace what stands at PREFIX")
     prepare.add_argument("--quiet", action="store_true", help="no progress bar")
     prepare.set_defaults(call=prepare_command)
+
+    checkpoints = commands.add_parser("checkpoints", help="list, verify, pin or convert a run's checkpoints")
+    checkpoints.add_argument("run", metavar="RUN", help="the run directory, or its run file")
+    checkpoints.add_argument(
+        "action", nargs="?", default="list", choices=("list", "verify", "pin", "unpin", "universal")
+    )
+    checkpoints.add_argument(
+        "step", nargs="?", type=int, metavar="STEP", help="verify: all if it is left out"
+    )
+    checkpoints.set_defaults(call=checkpoints_command)
 
     sample = commands.add_parser("sample", help="print text from a run's newest checkpoint")
     _add_run(sample)

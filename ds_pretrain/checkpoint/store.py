@@ -92,7 +92,7 @@ def newest_intact(root: Path, step: int | None = None) -> Path:
     for folder in published(root):
         if step is not None and step_of(folder.name) != step:
             continue
-        reason = _broken_reason(folder, World())
+        reason = broken_reason(folder, World())
         if reason is None:
             return folder
         reasons.append(f"{folder}: {reason}")
@@ -167,7 +167,7 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
     return found.state
 
 
-def _broken_reason(folder: Path, world: World) -> str | None:
+def broken_reason(folder: Path, world: World) -> str | None:
     """Why a folder is no checkpoint, as far as this rank can tell: all sizes, the checksums of its own files.
 
     Raises:
@@ -202,7 +202,7 @@ def _verdict(folder: Path, world: World) -> str | None:
     """The reason why any rank finds it broken. Collective. Raises where a rank could not tell."""
     reason = unclear = None
     try:
-        reason = _broken_reason(folder, world)
+        reason = broken_reason(folder, world)
     except (OSError, UnknownVersion) as error:
         unclear = f"rank {world.rank}: {error}"
     told = gather_objects(world, (reason, unclear))
