@@ -28,6 +28,7 @@ PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.gpt2.modeling_gpt2",
     "ds_pretrain.train",
+    "tests.frozen",
 ]
 
 _context = multiprocessing.get_context("forkserver")
