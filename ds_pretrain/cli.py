@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.errors import InputError, RunError
@@ -13,6 +14,8 @@ from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import find_problems, open_inputs, summary
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,78 +191,88 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds_pretrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_train, _add_check, _add_prepare, _add_checkpoints, _add_sample):
+        add(commands)
+    return parser
 
-    train = commands.add_parser("train", help="train a run file: composes and runs the `deepspeed` command")
-    _add_run(train)
-    train.add_argument(
+
+def _add_train(commands: Commands) -> None:
+    parser = commands.add_parser("train", help="train a run file: composes and runs the `deepspeed` command")
+    _add_run(parser)
+    parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks on this host (default: its GPUs, or one)"
     )
-    train.add_argument(
+    parser.add_argument(
         "--hostfile", type=Path, metavar="F", help="hosts and slots, one `name slots=N` a line"
     )
-    train.add_argument("--master-addr", metavar="A", help="address of the first host that the others reach")
-    train.add_argument(
+    parser.add_argument("--master-addr", metavar="A", help="address of the first host that the others reach")
+    parser.add_argument(
         "--master-port", type=int, metavar="P", help="port there (default: the first free one)"
     )
-    train.add_argument("--ssh-port", type=int, metavar="P", help="of the hosts' sshd")
-    train.set_defaults(call=train_command)
+    parser.add_argument("--ssh-port", type=int, metavar="P", help="of the hosts' sshd")
+    parser.set_defaults(call=train_command)
 
-    check = commands.add_parser(
+
+def _add_check(commands: Commands) -> None:
+    parser = commands.add_parser(
         "check", help="find what is wrong with a run file, and print what it resolves to"
     )
-    _add_run(check)
-    check.add_argument("--world", type=int, metavar="N", help="number of ranks to check the batch against")
-    check.add_argument("--hostfile", type=Path, metavar="F", help="take the number of ranks from it")
-    check.set_defaults(call=check_command)
+    _add_run(parser)
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks to check the batch against")
+    parser.add_argument("--hostfile", type=Path, metavar="F", help="take the number of ranks from it")
+    parser.set_defaults(call=check_command)
 
-    prepare = commands.add_parser("prepare", help="tokenize text into a .bin/.idx pair")
-    prepare.add_argument(
+
+def _add_prepare(commands: Commands) -> None:
+    parser = commands.add_parser("prepare", help="tokenize text into a .bin/.idx pair")
+    parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="files, folders, or a data set's hub name"
     )
-    prepare.add_argument("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
-    prepare.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
-    prepare.add_argument(
+    parser.add_argument("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
+    parser.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="N",
         help="first train a byte-level BPE of N entries and save it as T",
     )
-    prepare.add_argument(
+    parser.add_argument(
         "--workers", type=int, metavar="N", help="threads (default: the cores of this process)"
     )
-    prepare.add_argument(
+    parser.add_argument(
         "--document",
         choices=("file", "paragraph", "line"),
         default="file",
         help="what of a text file is a document",
     )
-    prepare.add_argument("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
-    prepare.add_argument("--split", default="train", metavar="NAME", help="of a data set on the hub")
-    prepare.add_argument("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
-    prepare.add_argument("--overwrite", action="store_true", help="replace what stands at PREFIX")
-    prepare.add_argument("--quiet", action="store_true", help="no progress bar")
-    prepare.set_defaults(call=prepare_command)
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
+    parser.add_argument("--split", default="train", metavar="NAME", help="of a data set on the hub")
+    parser.add_argument("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at PREFIX")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(call=prepare_command)
 
-    checkpoints = commands.add_parser("checkpoints", help="list, verify, pin or convert a run's checkpoints")
-    checkpoints.add_argument("run", metavar="RUN", help="the run directory, or its run file")
-    checkpoints.add_argument(
+
+def _add_checkpoints(commands: Commands) -> None:
+    parser = commands.add_parser("checkpoints", help="list, verify, pin or convert a run's checkpoints")
+    parser.add_argument("run", metavar="RUN", help="the run directory, or its run file")
+    parser.add_argument(
         "action", nargs="?", default="list", choices=("list", "verify", "pin", "unpin", "universal")
     )
-    checkpoints.add_argument(
-        "step", nargs="?", type=int, metavar="STEP", help="verify: all if it is left out"
-    )
-    checkpoints.set_defaults(call=checkpoints_command)
+    parser.add_argument("step", nargs="?", type=int, metavar="STEP", help="verify: all if it is left out")
+    parser.set_defaults(call=checkpoints_command)
 
-    sample = commands.add_parser("sample", help="print text from a run's newest checkpoint")
-    _add_run(sample)
-    sample.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    sample.add_argument("--count", type=int, default=1, metavar="N", help="how many")
-    sample.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens of each, at most")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
-    sample.set_defaults(call=sample_command)
-    return parser
+
+def _add_sample(commands: Commands) -> None:
+    parser = commands.add_parser("sample", help="print text from a run's newest checkpoint")
+    _add_run(parser)
+    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="how many")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens of each, at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    parser.set_defaults(call=sample_command)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

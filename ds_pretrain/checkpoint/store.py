@@ -22,7 +22,7 @@ from ds_pretrain.checkpoint.layout import (
     step_of,
 )
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.universal import Universal, layout_changes, opened, prepared
+from ds_pretrain.checkpoint.universal import Universal, UniversalShards, layout_changes, opened, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
 from ds_pretrain.errors import InputError, RunError, agreed
@@ -33,18 +33,10 @@ from ds_pretrain.world import World, from_main, gather_objects
 Tell = Callable[[str], None]
 
 
-class Shards(Protocol):
+class Shards(UniversalShards, Protocol):
     """What a restore needs of an engine. Collective."""
 
     def load(self, folder: Path, tag: str) -> None: ...
-
-    def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
-        """Load what any number of ranks can; what on this rank is then not bitwise what its files hold."""
-        ...
-
-    def group_members(self) -> list[tuple[str, list[str]]]:
-        """The name of each parameter group and the names of its parameters."""
-        ...
 
 
 @dataclass(frozen=True)
