@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = load_plan(words.run_file, words.overrides)
     except InputError as error:
-        _complain(world, error)
+        if world.local_rank == 0:  # each host reads its own files, and its ranks read the same
+            _complain(world, error)
         return error.exit_code
     lock = RunLock(plan)
     with StopSignal(plan.out, world) as stop:

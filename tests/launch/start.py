@@ -1,6 +1,7 @@
 """Calls `run` in a process of its own, as the command line does: python -m tests.launch.start JSON OUT."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from ds_pretrain.errors import RunError
 from ds_pretrain.launch.command import Command, compose
 from ds_pretrain.launch.hosts import Host
 from ds_pretrain.launch.run import run
+
+# As in a terminal, whatever started the tests: a job in the background is born with some of them ignored.
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 
 
 def main() -> int:
