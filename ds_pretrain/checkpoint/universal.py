@@ -172,7 +172,12 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
 
     Tied weights stand under each of their names. Runs on one process and holds the whole model.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    said = io.StringIO()  # progress bars of the conversion
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
         warnings.simplefilter("ignore")
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
