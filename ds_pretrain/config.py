@@ -22,7 +22,7 @@ from pydantic import (
 
 from ds_pretrain.complaints import explain
 from ds_pretrain.errors import InputError
-from ds_pretrain.paths import path_text, source_prefix
+from ds_pretrain.paths import path_text, place_text, source_prefix
 from ds_pretrain.reading import shown
 from ds_pretrain.schedules import Shape
 from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
@@ -74,7 +74,9 @@ Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
+Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
 FilePath = Annotated[str, AfterValidator(path_text)]
+Place = Annotated[str, AfterValidator(place_text)]  # a folder, or a URL
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
@@ -154,12 +156,17 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to save, and what to keep. The first and the last step are always saved."""
+    """When and where to save, and what to keep. The first and the last step are always saved."""
 
     every: Annotated[tuple[Trigger, ...], BeforeValidator(_one_or_more)] = (parse_duration("1000 steps"),)
     keep: Count = 3
     keep_every: Length | None = None  # these stay for good
     failures: Count = 3  # saves that may fail in a row before the run stops
+    local: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
+    ship_to: Place | None = None  # with `local`, out/checkpoints if nothing is said
+    verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
+    mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
+    stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
 
 
 class MonitorSection(Section):
@@ -178,6 +185,8 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     deepspeed: FilePath
     accept_changes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    resume_from: FilePath | None = None  # a checkpoint to begin from where the run has none of its own
+    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(_as_tuple)] = ()
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection

@@ -1,6 +1,8 @@
 """Paths of the run file, checked as text: what no file system can mean by them is refused."""
 
+import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ds_pretrain.reading import shown
 
@@ -25,4 +27,31 @@ def source_prefix(value: str) -> str:
         raise ValueError(
             f"{shown(value)} names no file; write the common prefix of a .bin/.idx pair, like data/web"
         )
+    return value
+
+
+def place_text(value: str) -> str:
+    """A folder, or a URL like s3://bucket/folder. Raises ValueError if it holds a credential, unshown.
+
+    The run file is kept in every checkpoint: what must stay secret may not stand in it.
+    """
+    if "://" not in value:
+        return path_text(value)
+    scheme = value.partition("://")[0]
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ValueError(f"{shown(scheme)} is no kind of URL; write one like s3://bucket/folder")
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        raise ValueError(
+            f"it is no {scheme} URL that can be read; write one like s3://bucket/folder"
+        ) from None
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(
+            f"the {scheme} URL holds a user, a password or a query (not shown here); the run file is kept in "
+            "every checkpoint: leave them to the environment or to the store's own configuration files, and "
+            "write only the place, like s3://bucket/folder"
+        )
+    if not parts.netloc and not parts.path.strip("/"):
+        raise ValueError(f"{shown(value)} names no place; write one like s3://bucket/folder")
     return value

@@ -1,6 +1,6 @@
 """The loop, and the module that the deepspeed launcher starts on every rank.
 
-deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value ...]
+deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value ...] [--stop-after STEP] ...
 """
 
 import argparse
@@ -8,6 +8,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TypeVar, cast
 
@@ -48,7 +49,15 @@ from ds_pretrain.world import World, barrier, from_main
 Shared = TypeVar("Shared")
 
 
-def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks of one start, and no run file says."""
+
+    stop_after: int | None = None  # this step ends the start as a request to stop would
+    trust_pickle: bool = False  # open a checkpoint at `resume_from` that has no manifest
+
+
+def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish = Wish()) -> None:
     """Train to the last step, surviving preemption: the run goes on where its newest checkpoint stands.
 
     Raises:
@@ -94,6 +103,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock) -> None:
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
             saver.advance(asked.stages)
+            asked = replace(asked, stop=asked.stop or state.step == wish.stop_after)
             if asked.stop or state.step == plan.last_step:
                 saver.save_surely(state)
             elif asked.save or saver.is_due(state):
@@ -120,7 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--local_rank", help=argparse.SUPPRESS
     )  # the launcher adds it; LOCAL_RANK says the same
+    parser.add_argument("--stop-after", type=int, metavar="STEP")
+    parser.add_argument("--trust-pickle", action="store_true")
     words = parser.parse_intermixed_args(argv)
+    wish = Wish(words.stop_after, words.trust_pickle)
     world = World.from_environment()
     try:
         plan = load_plan(words.run_file, words.overrides)
@@ -132,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with StopSignal(plan.out, world) as stop:
         try:
             initialize_distributed(world)
-            train(plan, world, stop, lock)
+            train(plan, world, stop, lock, wish)
             code, leaves_together = EXIT_FINISHED, True
         except RunError as error:
             _complain(world, error)

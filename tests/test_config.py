@@ -288,3 +288,26 @@ def test_a_run_survives_the_way_to_plain_types_and_back() -> None:
 
 def test_the_minimal_run_file_is_toml() -> None:
     assert "phases" in tomllib.loads(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("s3://key:very-secret@vault/run", "holds a user, a password or a query"),
+        ("abfs://vault/run?sig=very-secret", "holds a user, a password or a query"),
+        ("s3://", "names no place"),
+        ("S3 x://vault", "is no kind of URL"),
+        ("", "is empty"),
+    ],
+)
+def test_a_place_to_ship_to_never_holds_or_shows_a_credential(place: str, words: str) -> None:
+    with pytest.raises(InputError) as raised:
+        parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"'])
+    assert words in str(raised.value)
+    assert "checkpoint.ship_to" in str(raised.value)
+    assert "very-secret" not in str(raised.value)
+
+
+def test_places_to_ship_to_are_folders_and_urls() -> None:
+    for place in ("/vault/run", "vault", "s3://vault/run", "gs://vault", "file:///vault/run"):
+        assert parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"']).checkpoint.ship_to == place
