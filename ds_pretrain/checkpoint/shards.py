@@ -1,0 +1,185 @@
+"""DeepSpeed's shards of a checkpoint, read: where each parameter lies in them, and each tensor whole.
+
+Tensors are mapped from disk: opening reads the pickles' structure, and a tensor is read when it is looked at.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_pretrain.checkpoint.layout import owner
+from ds_pretrain.checkpoint.universal_layout import Group
+from ds_pretrain.errors import InputError
+
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+SHARD_ENDINGS = ("_model_states.pt", "_optim_states.pt")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Where a piece of a parameter lies in a rank's shard."""
+
+    rank: int
+    index: int  # of the flat group in that shard
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """The shards of a checkpoint, opened."""
+
+    folder: Path
+    stage: int
+    shapes: Sequence[Mapping[str, Any]]  # of each flat group: name to shape, in order
+    shards: Sequence[Mapping[str, Any]]  # of each rank: DeepSpeed's optimizer state
+    model: Mapping[str, Any]  # rank 0's model states
+    model_files: Sequence[Path]
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group; `params` are indices of flat groups."""
+        return list(self.optimizer(0)["param_groups"])
+
+    @cached_property
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every trained parameter."""
+        return {name: tuple(shape) for shapes in self.shapes for name, shape in shapes.items()}
+
+    @cached_property
+    def fragments(self) -> dict[str, list[Fragment]]:
+        """The pieces of every parameter over the ranks' shards, in the order of its elements."""
+        found: dict[str, list[Fragment]] = {name: [] for name in self.names}
+        for rank in range(len(self.shards)):
+            for name, piece in _fragments_of_rank(self, rank):
+                found[name].append(piece)
+        return found
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`fp32`, and what the optimizer remembers of each element: nothing before its first update."""
+        states = self.optimizer(0)["state"].values()
+        moments = (k for s in states for k, v in s.items() if torch.is_tensor(v) and v.dim())
+        return ("fp32", *dict.fromkeys(kind for kind in moments if kind != "step"))
+
+    def optimizer(self, rank: int) -> Any:
+        """torch's own optimizer state in a shard: `state` by flat group, `param_groups`."""
+        return self.shards[rank]["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+
+    def flat(self, rank: int, index: int, kind: str) -> Tensor:
+        """A rank's part of a flat group: its fp32 master, or one of its moments. [n]"""
+        if kind != "fp32":
+            moment: Tensor = self.optimizer(rank)["state"][index][kind]
+            return moment
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        master: Tensor = self.shards[rank][key][index]
+        return master
+
+    def piece(self, fragment: Fragment, kind: str) -> Tensor:
+        """What a rank holds of a parameter. [fragment.length]"""
+        flat = self.flat(fragment.rank, fragment.index, kind)
+        return flat[fragment.start : fragment.start + fragment.length]
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """A parameter's master or moment, put together from all ranks' shards, in the parameter's shape.
+
+        Raises:
+            InputError: the shards do not hold all of it.
+        """
+        try:
+            flat = torch.cat([self.piece(fragment, kind).reshape(-1) for fragment in self.fragments[name]])
+        except (KeyError, IndexError, RuntimeError):
+            flat = torch.empty(0)
+        if flat.numel() != prod(self.names[name]):
+            raise InputError(
+                f"{self.folder}: its shards hold {flat.numel():,} elements of {name} ({kind}), expected "
+                f"{prod(self.names[name]):,}; what DeepSpeed keeps elsewhere (NVMe) cannot be read from them"
+            )
+        return flat.reshape(self.names[name])
+
+    def steps(self) -> set[int]:
+        """How many updates the optimizer counts, over all ranks and groups; one number if all is well."""
+        return {
+            int(state["step"])
+            for rank in range(len(self.shards))
+            for state in self.optimizer(rank)["state"].values()
+            if "step" in state
+        }
+
+    def groups(self) -> Iterator[Group]:
+        """The name of each parameter group and its parameters."""
+        for place, options in enumerate(self.options):
+            names = [name for index in options["params"] for name in self.shapes[index]]
+            yield Group(str(options.get("name", place)), tuple(names))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Every persistent buffer."""
+        return {name: self.model["module"][name].clone() for name in self.model.get("buffer_names") or ()}
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Every parameter that no optimizer owns, whole."""
+        if self.stage < 3:
+            module, shared = self.model["module"], self.model.get("shared_params") or {}
+            others = {*self.names, *self.buffers(), *shared}
+            return {name: value.clone() for name, value in module.items() if name not in others}
+        shapes = self.model.get("frozen_param_shapes") or {}
+        if not shapes:
+            return {}
+        models = [load_pickle(path) for path in self.model_files]
+        return {
+            name: torch.cat([m["frozen_param_fragments"][name].reshape(-1) for m in models])[
+                : prod(shape)
+            ].reshape(shape)
+            for name, shape in shapes.items()
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the model computes with, where shards hold it apart from the masters: ZeRO-1 and 2."""
+        module = self.model["module"] if self.stage < 3 else {}
+        return {name: module[name] for name in self.names if name in module}
+
+
+def open_shards(folder: Path) -> Source:
+    """Open the shards of a checkpoint. They are pickles: the manifest's checksums must have held.
+
+    Raises:
+        InputError: there are none.
+    """
+    optim_files = _in_rank_order(folder, "*_optim_states.pt")
+    model_files = _in_rank_order(folder, "*_model_states.pt")
+    if not optim_files or not model_files:
+        raise InputError(f"{folder} holds no DeepSpeed shards (*_optim_states.pt); name a checkpoint folder")
+    shards = [load_pickle(path)["optimizer_state_dict"] for path in optim_files]
+    model = load_pickle(model_files[0])
+    stage = int(shards[0].get("zero_stage", 1))
+    return Source(folder, stage, model["param_shapes"], shards, model, model_files)
+
+
+def load_pickle(path: Path) -> Any:
+    """What DeepSpeed wrote, its tensors mapped from disk. It can run code: verify it first."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def _in_rank_order(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern), key=lambda path: (owner(path.name), path.name))
+
+
+def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragment]]:
+    if source.stage < 3:  # parameters of a group lie one behind the other, cut anywhere
+        for index, addresses in enumerate(source.shards[rank]["param_slice_mappings"]):
+            for name, address in addresses.items():
+                yield name, Fragment(rank, index, address.start, address.numel)
+        return
+    for index, shapes in enumerate(source.shapes):  # every parameter is cut into equal shares
+        start = 0
+        for name, shape in shapes.items():
+            share = ceil(prod(shape) / len(source.shards))
+            length = max(0, min(share, prod(shape) - rank * share))
+            yield name, Fragment(rank, index, start, length)
+            start += share
