@@ -221,7 +221,7 @@ def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") 
 
 
 def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
-    """Set one `a.b=c` in the parsed TOML; `c` is read as a TOML value, or else as text."""
+    """Set one `a.b=c` in the parsed TOML; `c` is a TOML value, `none` for nothing, or else text."""
     path, equals, value = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -244,6 +244,8 @@ def _item(node: list[Any], key: str) -> Any:
 
 
 def _toml_value(text: str) -> Any:
+    if text == "none":  # TOML has no word for it, and a run file just leaves the key out
+        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -116,6 +116,13 @@ def test_a_later_override_wins() -> None:
     assert parse_run(MINIMAL, ["seed=1", "seed=2"]).seed == 2
 
 
+def test_an_override_can_take_back_what_may_be_left_out_and_nothing_else() -> None:
+    run = parse_run(MINIMAL, ["checkpoint.local=/nvme", "checkpoint.local=none", "validation=none"])
+    assert (run.checkpoint.local, run.validation) == (None, None)
+    assert problems_of(MINIMAL, "name=none") == ("run.toml: `name` = null: expected text, in quotes",)
+    assert "did you mean `local`" in problems_of(MINIMAL, "checkpoint.lokal=none")[0]
+
+
 BAD_OVERRIDES = {
     "schedule.peak": "is not of the form section.key=value, like schedule.peak=2e-4",
     "=3": "is not of the form section.key=value",

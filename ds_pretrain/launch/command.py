@@ -38,6 +38,7 @@ def compose(
     run_file: str,
     overrides: Sequence[str] = (),
     *,
+    flags: Sequence[str] = (),
     ranks: int | None = None,
     hostfile: Path | None = None,
     master_addr: str | None = None,
@@ -49,7 +50,8 @@ def compose(
     """The `deepspeed` command for `run_file`.
 
     With a hostfile its slots are the ranks, and `ranks`, if given, must equal their number. Without one, all
-    GPUs of this host, or one CPU rank where there is none. `environment` stands in for this process's own.
+    GPUs of this host, or one CPU rank where there is none. `environment` stands in for this process's own, and
+    `flags` are words for every rank's own command line.
 
     Raises:
         InputError: all that can be seen to be wrong without starting anything.
@@ -57,7 +59,7 @@ def compose(
     environment = os.environ if environment is None else environment
     if ranks is not None and ranks < 1:
         raise InputError(f"--ranks {ranks}: give 1 or more")
-    words = [run_file, *overrides]
+    words = [run_file, *overrides, *flags]
     if hostfile is None:
         return _on_this_host(words, ranks, master_port, module, environment)
     hosts = read_hostfile(hostfile)

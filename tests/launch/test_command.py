@@ -54,6 +54,11 @@ def test_one_host_gets_its_ranks_the_module_the_run_file_and_the_overrides_last(
     assert not command.over_ssh
 
 
+def test_flags_reach_the_ranks_behind_the_overrides() -> None:
+    command = compose("run.toml", ["seed=1"], flags=["--stop-after", "6", "--trust-pickle"], environment=CPU)
+    assert understood(command).user_args == ["run.toml", "seed=1", "--stop-after", "6", "--trust-pickle"]
+
+
 def test_a_host_without_gpus_trains_one_cpu_rank_and_says_so_to_deepspeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
