@@ -1,0 +1,133 @@
+"""Kills real runs at every named write point and at any moment, and looks at what is left on disk."""
+
+import ast
+import importlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.checkpoint import convert
+from ds_pretrain.checkpoint.layout import PARTIAL, published, step_of
+from ds_pretrain.checkpoint.store import broken_reason
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.world import World
+from tests.runs.elastic import tool_in_this_process
+from tests.runs.golden import run_rank
+
+PACKAGE = Path(convert.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of one rank: when it passes a write point, or so many seconds after its start."""
+
+    rank: int
+    point: str | None = None  # its name, or a pattern of it
+    passes: int = 0  # let it pass so often before
+    seconds: float | None = None
+    others_sleep: float = 0.03  # seconds that every other rank loses at each of its write points
+
+
+def write_points() -> dict[str, set[str]]:
+    """The name of every write point by the module that passes it, read from the source; `*` is a variable."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "write_point":
+                found.setdefault(module, set()).add(_pattern(node.args[0]))
+    return found
+
+
+def _pattern(name: ast.expr) -> str:
+    if isinstance(name, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "*" for part in name.values)
+    assert isinstance(name, ast.Constant), "a write point is named by a literal, so that it can be listed"
+    return str(name.value)
+
+
+def at_write_points(act: Callable[[str], None]) -> None:
+    """Call `act` with the name of every write point that this process passes from now on."""
+    for name in write_points():
+        vars(importlib.import_module(name))["write_point"] = act
+
+
+def die() -> None:
+    """As by a power cut: nothing runs any more."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # the signal arrives before this returns
+
+
+def arm(world: World, kill: Kill | None) -> None:
+    """Make this process die as `kill` says, or lose time if another rank does."""
+    vars(convert)["_run_tool"] = tool_in_this_process  # which is imported already: its own takes seconds
+    if kill is None:
+        return
+    if kill.rank != world.rank:
+        at_write_points(lambda name: time.sleep(kill.others_sleep))
+    elif kill.seconds is not None:
+        timer = threading.Timer(kill.seconds, die)
+        timer.daemon = True
+        timer.start()
+    else:
+        left = [kill.passes]
+
+        def passed(name: str) -> None:
+            if kill.point is not None and fnmatch(name, kill.point):
+                left[0] -= 1
+                if left[0] < 0:
+                    die()
+
+        at_write_points(passed)
+
+
+def run_killed(world: World, run_file: str, kill: Kill | None, overrides: tuple[str, ...] = ()) -> Any:
+    """Train like `golden.run_rank`, but for the kill."""
+    arm(world, kill)
+    return run_rank(world, run_file, None, overrides)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run directory holds."""
+
+    newest: int  # step of the newest intact checkpoint; 0 if there is none
+    under_way: int  # step of the newest save that was begun and not published; 0 if there is none
+    trained: int  # the last step that was recorded
+    torn: tuple[str, ...]  # what says that it is a checkpoint and is none
+
+
+def look(out: Path) -> Left:
+    """Read a run directory that nobody writes to, as any other program would."""
+    root = out / "checkpoints"
+    folders = {step_of(folder.name) or 0: broken_reason(folder, World()) for folder in published(root)}
+    torn = [f"step {step}: {reason}" for step, reason in folders.items() if reason is not None]
+    if (root / "latest").exists():
+        named = step_of((root / "latest").read_text().strip())
+        if named not in folders or folders[named] is not None:
+            torn.append(f"latest names {(root / 'latest').read_text()!r}")
+    intact = [step for step, reason in folders.items() if reason is None]
+    unfinished = [step_of(path.name.removesuffix(PARTIAL)) or 0 for path in root.glob(f"*{PARTIAL}")]
+    metrics = out / "metrics.jsonl"
+    steps = [r["step"] for r in read_metrics(metrics) if r["event"] == "step"] if metrics.exists() else []
+    return Left(max(intact, default=0), max(unfinished, default=0), steps[-1] if steps else 0, tuple(torn))
+
+
+def lost(before: Left, after: Left, interval: int) -> str | None:
+    """What a kill cost that it may not cost: a checkpoint that was there, or more than one interval.
+
+    The interval counts from the save that was under way: steps trained while it was being written come on
+    top, for training does not wait.
+    """
+    if after.newest < before.newest:
+        return f"the checkpoint of step {before.newest} is gone, the newest is of step {after.newest}"
+    reached = after.under_way if after.under_way > after.newest else after.trained
+    if reached - after.newest > interval:
+        return f"step {reached} was reached, and the newest checkpoint is of step {after.newest}"
+    return None

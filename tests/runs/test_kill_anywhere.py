@@ -1,0 +1,141 @@
+"""SIGKILL at every write point and at any moment: nothing saved is lost, and the result is bit for bit."""
+
+import random
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain.world import World
+from tests.ranks import KILLED, run_ranks
+from tests.runs.chaos import Kill, Left, arm, look, lost, run_killed, write_points
+from tests.runs.elastic import restore_and_save
+from tests.runs.golden import trace, validations
+from tests.scenario import LLAMA, deepspeed_json, make_run
+
+INTERVAL = 2
+SHARD = "*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+OWN = [
+    (rank, name)
+    for rank in (0, 1)
+    for name in (
+        SHARD.format(rank=rank, kind="optim"),
+        SHARD.format(rank=rank, kind="model"),
+        f"rank_0000{rank}.pt",
+    )
+]
+WRITTEN = [*OWN, *((0, name) for name in ("run.toml", "deepspeed.json", "model.json", "run_state.json"))]
+# Each other one at the second save of its start, so that the run gets on.
+WRITES = [
+    Kill(rank, f"{moment} {name}", passes=(place + late) % 2)
+    for late, moment in enumerate(("write", "sync"))
+    for place, (rank, name) in enumerate(WRITTEN)
+]
+PUBLISHING = [
+    Kill(0, point, passes)
+    for point in ("manifest", "rename", "sync the folder", "latest")
+    for passes in (0, 1)
+]
+PRUNING = [Kill(0, "prune"), Kill(0, "delete"), Kill(0, "delete", passes=1)]
+CONVERTING = [Kill(0, f"convert_{at}") for at in ("begin", "check", "global", "manifest", "publish", "clean")]
+SAVED_AGAIN = [Kill(0, "set the old one aside"), Kill(0, "sync the folder")]
+SEEDED = random.Random(1)
+MOMENTS = [Kill(place % 2, seconds=SEEDED.uniform(0.2, 1.6)) for place in range(8)]
+
+
+def test_every_write_point_of_the_source_is_killed_at() -> None:
+    kills = [*WRITES, *PUBLISHING, *PRUNING, *CONVERTING, *SAVED_AGAIN]
+    points = {point for names in write_points().values() for point in names}
+    assert {"write *", "manifest", "convert_begin"} <= points
+    killed = {
+        point for point in points for kill in kills if kill.point is not None and fnmatch(kill.point, point)
+    }
+    assert killed == points
+
+
+def _make(folder: Path, **more: Any) -> Path:
+    options = {"steps": 30, "batch_tokens": 32, "micro_sequences": 1, "save_every": f"{INTERVAL} steps"}
+    return make_run(folder, **{**options, **more})
+
+
+def _kill(run_file: Path, kill: Kill, before: Left, ranks: int = 2, overrides: tuple[str, ...] = ()) -> Left:
+    """Start, and be killed; what is left of it, which must be all that there was."""
+    ended = run_ranks(run_killed, ranks, str(run_file), kill, overrides, allow_kill=True)
+    after = look(run_file.parent / "out")
+    assert after.torn == (), kill
+    assert lost(before, after, INTERVAL) is None, kill
+    if kill.seconds is None:
+        assert ended == [KILLED] * ranks, f"{kill} was never reached"
+    return after
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[Any], Path]]:
+    """By ZeRO stage, what each rank of a run that was never killed returned, and its run directory."""
+    found = {}
+    for stage in (1, 3):
+        run_file = _make(tmp_path_factory.mktemp("straight"), deepspeed=deepspeed_json(stage))
+        found[stage] = (run_ranks(run_killed, 2, str(run_file), None), run_file.parent / "out")
+    return found
+
+
+def _assert_bitwise(
+    run_file: Path, straight: tuple[list[Any], Path], overrides: tuple[str, ...] = ()
+) -> None:
+    """Start for the last time; the whole run must be the one that was never killed."""
+    out, (expected, other) = run_file.parent / "out", straight
+    finished = run_ranks(run_killed, len(expected), str(run_file), None, overrides)
+    assert [digest for digest, _, _ in finished] == [digest for digest, _, _ in expected]
+    assert trace(out) == trace(other)
+    assert validations(out) == validations(other)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kills"),
+    [
+        pytest.param(3, WRITES[: len(WRITTEN)], id="write"),
+        pytest.param(3, WRITES[len(WRITTEN) :], id="sync"),
+        pytest.param(3, [*PUBLISHING, *PRUNING], id="publish and prune"),
+        pytest.param(1, MOMENTS, id="random moments"),
+    ],
+)
+def test_p19_a_run_killed_in_every_way_is_bitwise_the_run_that_never_was(
+    tmp_path: Path, straight: dict[int, tuple[list[Any], Path]], stage: int, kills: list[Kill]
+) -> None:
+    run_file = _make(tmp_path, deepspeed=deepspeed_json(stage))
+    left = Left(0, 0, 0, ())
+    for kill in kills:
+        left = _kill(run_file, kill, left, overrides=("checkpoint.keep=2",))
+    _assert_bitwise(run_file, straight[stage], ("checkpoint.keep=2",))
+
+
+def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Two ranks, then one; the one is killed in its conversion, again and again."""
+    options = {"steps": 6, "save_every": "2 steps", "model": {**LLAMA, "attention_dropout": 0.0}}
+    straight_file, killed_file = (_make(tmp_path / name, **options) for name in ("straight", "killed"))
+    for run_file in (straight_file, killed_file):
+        assert run_ranks(run_killed, 2, str(run_file), Kill(1, "write *", 9), allow_kill=True) == [KILLED] * 2
+    left = look(killed_file.parent / "out")
+    assert left.newest == 4
+    straight = (run_ranks(run_killed, 1, str(straight_file), None), straight_file.parent / "out")
+    for kill in CONVERTING:
+        left = _kill(killed_file, kill, left, ranks=1)
+        assert left.newest == 4
+    _assert_bitwise(killed_file, straight)
+
+
+def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
+    arm(world, kill)
+    restore_and_save(world, run_file)
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_a_checkpoint_of_that_step(tmp_path: Path) -> None:
+    run_file = _make(tmp_path, steps=6)
+    run_ranks(run_killed, 2, str(run_file), None)
+    left = look(tmp_path / "out")
+    assert left.newest == 6
+    for kill in SAVED_AGAIN:
+        assert run_ranks(_save_again, 2, str(run_file), kill, allow_kill=True) == [KILLED] * 2
+        assert look(tmp_path / "out").newest == 6, kill
+        assert look(tmp_path / "out").torn == ()
