@@ -5,7 +5,7 @@ With one rank and no process group each of them is the identity, so the same cod
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class World:
         values = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank, "LOCAL_SIZE": 1}
         for name, value in values.items():
             os.environ.setdefault(name, str(value))
+
+
+def environment_values(wanted: Callable[[str], bool]) -> list[str]:
+    """The values of the environment variables whose names are `wanted`."""
+    return [value for name, value in os.environ.items() if wanted(name)]
 
 
 def uses_gpu() -> bool:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent / "ds_pretrain"
 
 # Imports go down only; modules of one layer see one another in layers 0 and 1, and inside one part above.
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(["errors", "files", "reading", "world", "rank_files"], 0),
+    **dict.fromkeys(["errors", "files", "reading", "world", "rank_files", "credentials"], 0),
     **dict.fromkeys(
         [
             *("config", "complaints", "paths", "timeline", "schedules", "state", "record", "plan"),
@@ -32,16 +32,18 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         ["data", "models", "checkpoint", "monitor", "engine", "partitions", "run_directory", "stop"], 2
     ),
-    **dict.fromkeys(["preflight", "opening", "saving", "step", "train", "sample", "launch"], 3),
-    **dict.fromkeys(["cli", "__main__"], 4),
+    **dict.fromkeys(["preflight", "opening", "saving", "step", "probing", "train", "sample", "launch"], 3),
+    **dict.fromkeys(["cli", "checkpoint_commands", "verify_resume", "__main__"], 4),
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
     ("engine", "partitions"),
     ("train", "preflight"),
     ("step", "saving"),
-    *(("train", part) for part in ("opening", "saving", "step")),
+    *(("train", part) for part in ("opening", "probing", "saving", "step")),
     ("__main__", "cli"),
+    ("cli", "checkpoint_commands"),
+    ("cli", "verify_resume"),
 }
 HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit codes with them, nothing else
 
@@ -52,12 +54,14 @@ WALLS: dict[str, tuple[str, ...]] = {
     "datasets": ("data",),
     "tokenizers": ("data",),
     "wandb": ("monitor.wandb",),
+    "fsspec": ("checkpoint.remote",),
     "os.environ": ("world", "launch"),
 }
 # What must be importable on a machine without torch, through all that is imported with it.
 TORCH_FREE = (
     *(name for name, layer in LAYERS.items() if layer < 2),
     *("run_directory", "stop", "preflight", "launch", "cli", "__main__", "monitor"),
+    *("checkpoint.remote", "checkpoint.ship"),
     *("models.check", "models.flops", "data.indexed", "data.mixture", "data.sampler", "data.sources"),
 )
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "wandb")

@@ -1,15 +1,18 @@
 """Which checkpoints stay. One rank prunes; what it deletes loses its name first; a failure stops nothing."""
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import PARTIAL, published, step_of
+from ds_pretrain.checkpoint.layout import MANIFEST, PARTIAL, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.files import write_point
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
 CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it
+SHIPPED = "shipped"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
 
 
 def doomed(
@@ -26,12 +29,21 @@ def doomed(
     ]
 
 
-def prune(root: Path, *, keep: int, keep_every_steps: int | None, tell: Callable[[str], None]) -> None:
-    """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save."""
+def prune(
+    root: Path,
+    *,
+    keep: int,
+    keep_every_steps: int | None,
+    tell: Callable[[str], None],
+    only_shipped: bool = False,
+) -> None:
+    """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save.
+
+    With `only_shipped`, a checkpoint that is not whole at the other place yet stays, however old it is.
+    """
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
-    for step in doomed(
-        list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=_protected(folders)
-    ):
+    protected = _protected(folders) | {s for s, f in folders.items() if only_shipped and not is_shipped(f)}
+    for step in doomed(list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=protected):
         try:
             write_point("prune")
             folders[step].rename(folders[step].with_name(f"{folders[step].name}.old{PARTIAL}"))
@@ -51,6 +63,22 @@ def pin(folder: Path, pinned: bool) -> None:
         (folder / PINNED).touch()
     else:
         (folder / PINNED).unlink(missing_ok=True)
+
+
+def is_shipped(folder: Path) -> bool:
+    """True if the mark in this folder is of the manifest in it: a folder may be replaced by a later save."""
+    try:
+        mark = json.loads((folder / SHIPPED).read_bytes())
+        return isinstance(mark, dict) and mark.get("manifest") == manifest_sum(
+            (folder / MANIFEST).read_bytes()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def manifest_sum(text: bytes) -> str:
+    """What names a manifest, and so all that it lists, in marks."""
+    return hashlib.sha256(text).hexdigest()
 
 
 def _protected(folders: dict[int, Path]) -> set[int]:

@@ -11,23 +11,19 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from ds_pretrain.credentials import is_secret
 from ds_pretrain.errors import InputError
 
 # Variables that ranks elsewhere need and would not have; nothing else leaves this host.
 _NAMES = frozenset(
     ["PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM"]
 )
-_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "HF_", "WANDB_")
+_STORES = ("AWS_", "GOOGLE_", "AZURE_", "FSSPEC_")  # how checkpoints reach an object store; no secrets
+_PREFIXES = ("GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "HF_", "WANDB_", *_STORES)
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # what `deepspeed` sends whatever we do
-_SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)")
 _LOCAL_ONLY = re.compile(r"WANDB_SERVICE.*|.*_(?:RUN_DIR|SOCKET)")  # true of one process or host only
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
-
-
-def is_secret(name: str) -> bool:
-    """True for names of variables that look like keys and passwords."""
-    return _SECRET.search(name.upper()) is not None
 
 
 def variables_to_ship(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
+from ds_pretrain.credentials import is_secret
 from ds_pretrain.errors import InputError
 from ds_pretrain.launch.shipping import (
     environment_file,
-    is_secret,
     read_environment_file,
     unsafe_path,
     variables_to_ship,

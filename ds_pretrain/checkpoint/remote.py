@@ -1,0 +1,275 @@
+"""Where checkpoints are copied to: a folder, or an object store through fsspec, which only this module knows.
+
+A checkpoint there has the names that it has here, under `place/step_NNNNNNNNN/`, and is one if and only if
+its `manifest.json` is there. Nothing is believed that was not read back: what a store says of a file is not
+asked. No listing is kept between calls.
+"""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, step_name, step_of
+from ds_pretrain.credentials import scrubbed, secret_options
+from ds_pretrain.errors import InputError
+from ds_pretrain.files import sync_folder, write_atomic, write_point
+
+_CHUNK_BYTES = 1 << 24
+_UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory
+# Stores without folders: to ask them for one could create a bucket.
+_WITHOUT_FOLDERS = frozenset(["s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "memory"])
+_LONGEST_REASON = 500  # characters
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A place for copies of checkpoints. What its methods raise is an OSError without credentials in it."""
+
+    place: str
+    _fs: Any
+    _root: str
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints there, newest first."""
+        return [step for step in self.folders() if self.size(step, MANIFEST) is not None]
+
+    def folders(self) -> list[int]:
+        """The steps of which anything is there, newest first; without a manifest they are no checkpoints."""
+        return sorted({step for name in self._names(self._root) if (step := step_of(name)) is not None})[::-1]
+
+    def names(self, step: int) -> list[str]:
+        """What lies directly in the folder of a step."""
+        return self._names(self._path(step))
+
+    def size(self, step: int, name: str) -> int | None:
+        """The bytes of a file; None if it is not there."""
+        with self._said(f"look at {name} of step {step}"):
+            self._fs.invalidate_cache()
+            try:
+                return int(self._fs.info(self._path(step, name))["size"])
+            except FileNotFoundError:
+                return None
+
+    def read(self, step: int, name: str) -> bytes | None:
+        """A small file; None if it is not there."""
+        with self._said(f"read {name} of step {step}"):
+            try:
+                return bytes(self._fs.cat_file(self._path(step, name)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, step: int, name: str, content: bytes) -> None:
+        """A small file, replaced."""
+        with self._said(f"write {name} of step {step}"):
+            path = self._in_folder(step, name)
+            if self._is_local:
+                write_atomic(Path(path), content)
+            else:
+                self._fs.pipe_file(path, content)
+
+    def put(self, path: Path, step: int, name: str) -> FileEntry:
+        """Upload a file of any size, and sum what arrived by reading it back."""
+        with self._said(f"upload {name} of step {step}"):
+            there = self._in_folder(step, name)
+            if self._is_local:
+                _copy_synced(path, Path(there))
+            else:
+                self._fs.put_file(str(path), there)
+        arrived = self.entry(step, name)
+        if arrived is None:
+            raise OSError(f"{self.place}: {name} of step {step} is not there after its upload")
+        return arrived
+
+    def entry(self, step: int, name: str) -> FileEntry | None:
+        """Size and checksum of a file, by reading all of it; None if it is not there."""
+        try:
+            return self._summed(step, name, None)
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, step: int, name: str, path: Path) -> FileEntry:
+        """Download to `path`, synced; what arrived is summed while it streams.
+
+        Raises:
+            OSError: it is not there, cannot be read to its end, or cannot be written here. What has been
+                written by then is left.
+        """
+        with path.open("wb") as file:
+            arrived = self._summed(step, name, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return arrived
+
+    def remove(self, step: int, name: str) -> None:
+        """Remove one file; that it is not there is no error."""
+        with self._said(f"remove {name} of step {step}"):
+            try:
+                self._fs.rm_file(self._path(step, name))
+            except FileNotFoundError:
+                return
+            if self._is_local:
+                sync_folder(Path(self._path(step)))
+
+    def delete(self, step: int) -> None:
+        """Remove the manifest, so that the folder is no checkpoint any more, then the rest."""
+        self.remove(step, MANIFEST)
+        write_point("remote delete")
+        with self._said(f"delete step {step}"):
+            try:
+                self._fs.rm(self._path(step), recursive=True)
+            except FileNotFoundError:
+                return
+
+    @property
+    def _is_local(self) -> bool:
+        return "file" in _protocols(self._fs)
+
+    def _path(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{step_name(step)}" + (f"/{name}" if name else "")
+
+    def _in_folder(self, step: int, name: str) -> str:
+        """The path of a file whose folder is there."""
+        path = self._path(step, name)
+        if self._is_local:
+            _make_synced(Path(path).parent)
+        elif not _protocols(self._fs) & _WITHOUT_FOLDERS:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
+
+    def _names(self, folder: str) -> list[str]:
+        with self._said("list what is there"):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(folder, detail=False)
+            except FileNotFoundError:
+                return []
+            return [
+                path.rstrip("/").rpartition("/")[2] for path in found if path.strip("/") != folder.strip("/")
+            ]
+
+    def _summed(self, step: int, name: str, to: BinaryIO | None) -> FileEntry:
+        digest, num_bytes = hashlib.sha256(), 0
+        with self._said(f"read {name} of step {step}"):
+            self._fs.invalidate_cache()
+            with self._fs.open(
+                self._path(step, name), "rb", block_size=_CHUNK_BYTES, cache_type="none"
+            ) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    num_bytes += len(chunk)
+                    if to is not None:
+                        to.write(chunk)
+        return FileEntry(num_bytes, digest.hexdigest())
+
+    @contextmanager
+    def _said(self, doing: str) -> Iterator[None]:
+        """Turn any error of a library into an OSError that may be shown."""
+        try:
+            yield
+        except Exception as error:
+            raise _kind(error)(f"{self.place}: cannot {doing}: {_reason(error, self._fs)}") from None
+
+
+def open_remote(place: str) -> Remote:
+    """Open a folder or an fsspec URL, and prove that it can be written and read.
+
+    Raises:
+        InputError: its kind of store is unknown or not installed, or it cannot be reached or written.
+    """
+    setting = f"checkpoint.ship_to = {scrubbed(place)}"
+    fs, root = _open(place, setting)
+    probe = f"{root}/.ds_pretrain-probe-{uuid.uuid4().hex}"
+    content = b"written by ds_pretrain to see that checkpoints can be copied here\n"
+    try:
+        if not _protocols(fs) & _WITHOUT_FOLDERS:
+            fs.makedirs(root, exist_ok=True)
+        fs.pipe_file(probe, content)
+        found = fs.cat_file(probe)
+        fs.rm_file(probe)
+    except Exception as error:
+        raise InputError(
+            f"{setting}: a small object cannot be written, read and removed there ({_reason(error, fs)}); "
+            "check the name, that the place exists, and that this host has credentials that may write and "
+            "delete there"
+        ) from None
+    if found != content:
+        raise InputError(f"{setting}: what was written there reads back as something else; choose another")
+    return Remote(place, fs, root)
+
+
+def _open(place: str, setting: str) -> tuple[Any, str]:
+    """The file system of a place, and its path there."""
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.registry import available_protocols, known_implementations
+
+    if "://" not in place:
+        return LocalFileSystem(skip_instance_cache=True), str(Path(place).absolute())
+    protocol = place.partition("://")[0]
+    if protocol not in available_protocols():
+        raise InputError(
+            f"{setting}: {protocol}:// is no kind of store that fsspec knows; write a folder, or a URL like "
+            "s3://bucket/folder"
+        )
+    try:
+        fs, root = url_to_fs(place, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        package = known_implementations.get(protocol, {"class": "fsspec"})["class"].partition(".")[0]
+        wanted = f"the package {package}" if package != "fsspec" else f"a package ({error})"
+        raise InputError(
+            f"{setting}: {protocol}:// needs {wanted}, which is not installed; install it on every host "
+            f"(pip install {package if package != 'fsspec' else 'NAME'}), or write another place"
+        ) from None
+    except Exception as error:
+        raise InputError(
+            f"{setting}: it cannot be opened ({_reason(error, None)}); check the URL and the configuration "
+            "of the store on this host"
+        ) from None
+    if hasattr(fs, "max_concurrency"):
+        fs.max_concurrency = _UPLOADS_AT_ONCE
+    return fs, root.rstrip("/")
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _kind(error: Exception) -> type[OSError]:
+    kinds = (FileNotFoundError, PermissionError, TimeoutError, ConnectionError)
+    return next((kind for kind in kinds if isinstance(error, kind)), OSError)
+
+
+def _reason(error: Exception, fs: Any) -> str:
+    """One line that says what happened, and no credential."""
+    words = " ".join(str(error).split())
+    text = words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}".rstrip(": ")
+    return scrubbed(text, tuple(secret_options(getattr(fs, "storage_options", {}))))[:_LONGEST_REASON]
+
+
+def _copy_synced(source: Path, target: Path) -> None:
+    """Copy in chunks under another name, synced, then renamed."""
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with source.open("rb") as here, unfinished.open("wb") as there:
+            while chunk := here.read(_CHUNK_BYTES):
+                there.write(chunk)
+            there.flush()
+            os.fsync(there.fileno())
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def _make_synced(folder: Path) -> None:
+    """A folder, and those above it, whose names survive a power cut."""
+    if not folder.is_dir():
+        _make_synced(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)

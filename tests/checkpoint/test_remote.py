@@ -1,0 +1,243 @@
+"""What is put at a place is read back as it was, in a folder and by an S3 API; no error shows a secret."""
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain.checkpoint import remote as module
+from ds_pretrain.checkpoint.layout import FileEntry
+from ds_pretrain.checkpoint.remote import Remote, open_remote
+from ds_pretrain.credentials import scrubbed
+from ds_pretrain.errors import InputError
+from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, int]]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(
+    request: pytest.FixtureRequest, server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    use_s3(monkeypatch, *server, tmp_path)
+    return str(tmp_path / "vault") if request.param == "folder" else f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def _summed(content: bytes) -> FileEntry:
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 24) + 7])
+def test_a_file_arrives_byte_for_byte_and_comes_back_so(place: str, size: int, tmp_path: Path) -> None:
+    content = bytes(range(256)) * (size // 256 + 1)
+    content = content[:size]
+    (tmp_path / "shard.pt").write_bytes(content)
+    remote = open_remote(place)
+    assert remote.place == place
+    assert remote.put(tmp_path / "shard.pt", 7, "rng/rank_00000.pt") == _summed(content)
+    assert remote.size(7, "rng/rank_00000.pt") == size
+    assert open_remote(place).fetch(7, "rng/rank_00000.pt", tmp_path / "back.pt") == _summed(content)
+    assert (tmp_path / "back.pt").read_bytes() == content
+    assert remote.entry(7, "rng/rank_00000.pt") == _summed(content)
+
+
+def test_a_file_of_many_parts_arrives_whole(
+    server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_s3(monkeypatch, *server, tmp_path)
+    content = bytes(range(256)) * (110 << 12)  # 110 MiB: more than s3fs sends at once
+    (tmp_path / "shard.pt").write_bytes(content)
+    remote = open_remote(f"s3://{BUCKET}/parts")
+    assert remote.put(tmp_path / "shard.pt", 7, "shard.pt") == _summed(content)
+    remote.delete(7)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(place: str) -> None:
+    remote = open_remote(place)
+    assert (remote.steps(), remote.folders()) == ([], [])
+    for step in (3, 20, 1_000_000_000):
+        remote.write(step, "run_state.json", b"{}")
+    for step in (3, 1_000_000_000):
+        remote.write(step, "manifest.json", b"{}")
+    assert remote.steps() == [1_000_000_000, 3]
+    assert remote.folders() == [1_000_000_000, 20, 3]
+    assert remote.read(20, "manifest.json") is None
+    assert remote.read(20, "run_state.json") == b"{}"
+    assert sorted(remote.names(3)) == ["manifest.json", "run_state.json"]
+    assert (remote.size(20, "manifest.json"), remote.names(4)) == (None, [])
+
+
+def test_what_another_host_wrote_is_seen_at_once(place: str) -> None:
+    here, there = open_remote(place), open_remote(place)
+    assert (here.steps(), here.read(5, "manifest.json"), here.names(5)) == ([], None, [])
+    there.write(5, "manifest.json", b"1")
+    assert (here.steps(), here.read(5, "manifest.json"), here.names(5)) == ([5], b"1", ["manifest.json"])
+    there.write(5, "manifest.json", b"22")
+    assert (here.read(5, "manifest.json"), here.size(5, "manifest.json")) == (b"22", 2)
+    there.delete(5)
+    assert (here.steps(), here.folders(), here.names(5)) == ([], [], [])
+
+
+def test_the_manifest_goes_first_when_a_checkpoint_is_deleted(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = open_remote(place)
+    for name in ("a.pt", "manifest.json", "rng/rank_00000.pt"):
+        remote.write(5, name, b"x")
+    seen = []
+    monkeypatch.setattr(module, "write_point", lambda name: seen.append((remote.steps(), remote.folders())))
+    remote.delete(5)
+    assert seen == [([], [5])]
+    assert remote.folders() == []
+    remote.delete(5)  # it is gone: no error
+    remote.remove(5, "manifest.json")
+
+
+def test_what_is_not_there_cannot_be_fetched_and_the_error_names_it(place: str, tmp_path: Path) -> None:
+    remote = open_remote(place)
+    with pytest.raises(FileNotFoundError, match=r"cannot read shard\.pt of step 5"):
+        remote.fetch(5, "shard.pt", tmp_path / "back.pt")
+    assert remote.entry(5, "shard.pt") is None
+    with pytest.raises(FileNotFoundError, match=r"cannot upload shard\.pt of step 5"):
+        remote.put(tmp_path / "nothing", 5, "shard.pt")
+
+
+def test_a_copy_that_fails_leaves_nothing_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = open_remote(str(tmp_path / "vault"))
+    (tmp_path / "shard.pt").write_bytes(b"x")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", refuse)
+    with pytest.raises(OSError, match=r"cannot upload shard\.pt of step 5: .*No space left on device"):
+        remote.put(tmp_path / "shard.pt", 5, "shard.pt")
+    monkeypatch.undo()
+    assert remote.names(5) == []
+
+
+def test_opening_leaves_nothing_behind(place: str, tmp_path: Path) -> None:
+    remote = open_remote(place)
+    assert remote._names(remote._root) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere://a/b", "nowhere:// is no kind of store that fsspec knows"),
+        ("gs://a/b", r"needs the package gcsfs, .* install it on every host \(pip install gcsfs\)"),
+        ("abfs://a/b", r"needs the package adlfs"),
+        ("s3://no-such-bucket/b", r"small object cannot be written, .*bucket does not exist.*check the name"),
+        ("/proc/nothing", r"small object cannot be written, read and removed there .*/proc/nothing"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_with_what_to_do(
+    place: str, message: str, server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_s3(monkeypatch, *server, tmp_path)
+    for package in ("gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=message) as caught:
+        open_remote(place)
+    assert str(caught.value).startswith(f"checkpoint.ship_to = {place}: ")
+
+
+def test_a_place_that_forgets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda self, path: b"other")
+    with pytest.raises(InputError, match="reads back as something else"):
+        open_remote(str(tmp_path))
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_not_an_empty_one(
+    server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = BreakingWay(server)
+    use_s3(monkeypatch, "127.0.0.1", way.port, tmp_path)
+    remote = open_remote(f"s3://{BUCKET}/quiet")
+    remote.write(5, "manifest.json", b"{}")
+    way.breaks_after = 0
+    for ask in (
+        remote.steps,
+        lambda: remote.read(5, "manifest.json"),
+        lambda: remote.size(5, "manifest.json"),
+    ):
+        with pytest.raises(OSError, match=f"s3://{BUCKET}/quiet: cannot "):
+            ask()
+    way.breaks_after = None
+    assert remote.steps() == [5]
+    way.close()
+
+
+class LeakyStore:
+    """Raises as a careless library would: with all that it knows."""
+
+    def __init__(self) -> None:
+        self.protocol = "leaky"
+        self.storage_options = {
+            "client_kwargs": {"account_key": "from-the-options"},
+            "endpoint": "https://here",
+        }
+
+    def invalidate_cache(self) -> None: ...
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        return [f"{path}/step_000000005"]
+
+    def __getattr__(self, name: str) -> Any:
+        def leak(*args: object, **kwargs: object) -> None:
+            raise RuntimeError(
+                f"PUT https://user:pass-word@host/x?X-Amz-Signature=abc123&sig=def456 refused: {SECRET}, "
+                "from-the-options, Authorization: AWS4-HMAC-SHA256 Credential=ghi789, AKIAIOSFODNN7EXAMPLE"
+            )
+
+        return leak
+
+
+def test_no_error_of_a_store_shows_a_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: tuple[str, int]
+) -> None:
+    use_s3(monkeypatch, *server, tmp_path)
+    remote = Remote("leaky://here", LeakyStore(), "here")
+    asked = [
+        remote.steps,
+        lambda: remote.read(5, "x"),
+        lambda: remote.write(5, "x", b""),
+        lambda: remote.put(tmp_path, 5, "x"),
+        lambda: remote.fetch(5, "x", tmp_path / "y"),
+        lambda: remote.delete(5),
+    ]
+    for ask in asked:
+        with pytest.raises(OSError, match=r"leaky://here: cannot .*RuntimeError: PUT https://") as caught:
+            ask()
+        told = "".join(traceback.format_exception(caught.value))
+        for secret in (SECRET, "from-the-options", "pass-word", "abc123", "def456", "ghi789", "AKIAIO"):
+            assert secret not in told
+
+
+def test_texts_are_freed_of_secrets_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SECRET", "a+secret/value")
+    monkeypatch.setenv("SOME_TOKEN", "1")
+    monkeypatch.setenv("FSSPEC_S3", '{"secret": "in-the-json", "endpoint_url": "http://host"}')
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=x;AccountKey=abcd")
+    assert scrubbed("a+secret/value a%2Bsecret%2Fvalue 1 in-the-json http://host AccountKey=efgh; x") == (
+        "[hidden] [hidden] 1 [hidden] http://host AccountKey=[hidden]; x"
+    )
+    assert scrubbed("at AccountName=x;AccountKey=abcd") == "at [hidden]"
+    for plain in (
+        "s3://vault/llama-1b: cannot read manifest.json of step 5: Unable to locate credentials",
+        "Could not connect to the endpoint URL: http://host:9000/vault/step_000000005/a.pt",
+        "the AWS credentials of this host have expired, basic authorization is refused",
+    ):
+        assert scrubbed(plain) == plain
