@@ -4,10 +4,12 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from ds_pretrain import __version__
+from ds_pretrain.checkpoint_commands import add_arguments as add_checkpoint_arguments
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.launch.command import compose
 from ds_pretrain.launch.hosts import num_ranks, read_hostfile
@@ -34,10 +36,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train_command(words: argparse.Namespace) -> int:
     """Compose and run the `deepspeed` command of a run file."""
-    plan = load_plan(words.run_file, words.overrides)
+    flags = ["--trust-pickle"] if words.trust_pickle else []
+    if words.stop_after is not None:
+        last_step = load_plan(words.run_file, words.overrides).last_step
+        if not 1 <= words.stop_after <= last_step:
+            raise InputError(f"--stop-after {words.stop_after}: the run has steps 1 to {last_step:,}")
+        flags += ["--stop-after", str(words.stop_after)]
+    return _launch(words, words.overrides, flags)
+
+
+def verify_resume_command(words: argparse.Namespace) -> int:
+    """Prove that a resumed run is bitwise the uninterrupted one, or name what differs first."""
+    from ds_pretrain.verify_resume import verify_resume
+
+    return verify_resume(words.run_file, words.overrides, words.steps, partial(_launch, words))
+
+
+def _launch(words: argparse.Namespace, overrides: Sequence[str], flags: Sequence[str]) -> int:
+    plan = load_plan(words.run_file, overrides)
     command = compose(
         words.run_file,
-        words.overrides,
+        overrides,
+        flags=flags,
         ranks=words.ranks,
         hostfile=words.hostfile,
         master_addr=words.master_addr,
@@ -103,47 +123,6 @@ def prepare_command(words: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoints_command(words: argparse.Namespace) -> int:
-    """List, verify, pin or convert the checkpoints of a run."""
-    from ds_pretrain.checkpoint.inventory import chosen, described, entries, verified
-
-    run = Path(words.run)
-    root = (run if run.is_dir() else load_plan(run).out) / "checkpoints"
-    if words.action == "list":
-        lines = [described(entry) for entry in entries(root)]
-        print("\n".join(lines) or f"{root} holds no checkpoint")
-        return 0
-    if words.action == "verify":
-        folders = [chosen(root, words.step)] if words.step is not None else [e.folder for e in entries(root)]
-        reasons = {folder: verified(folder) for folder in folders}
-        for folder, reason in reasons.items():
-            print(f"{folder.name}  {reason or 'intact'}")
-        if any(reasons.values()):
-            raise InputError("not every checkpoint is intact; a start takes the newest that is")
-        return 0
-    if words.step is None:
-        raise InputError(
-            f"checkpoints {words.action}: name the step, like `checkpoints RUN {words.action} 1000`"
-        )
-    return _change_checkpoint(words.action, chosen(root, words.step))
-
-
-def _change_checkpoint(action: str, folder: Path) -> int:
-    from ds_pretrain.checkpoint.inventory import verified
-    from ds_pretrain.checkpoint.retention import pin
-
-    if action in ("pin", "unpin"):
-        pin(folder, action == "pin")
-        print(f"{folder.name} is {'kept for good' if action == 'pin' else 'pruned in its turn'}")
-        return 0
-    if reason := verified(folder):
-        raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
-    from ds_pretrain.checkpoint.convert import convert
-
-    print(f"{convert(folder)} can be loaded on any number of ranks")
-    return 0
-
-
 def sample_command(words: argparse.Namespace) -> int:
     """Print what a run's newest checkpoint says."""
     from ds_pretrain.sample import sample
@@ -191,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds_pretrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_check, _add_prepare, _add_checkpoints, _add_sample):
+    for add in (_add_train, _add_check, _add_prepare, _add_checkpoints, _add_verify_resume, _add_sample):
         add(commands)
     return parser
 
@@ -199,6 +178,32 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: Commands) -> None:
     parser = commands.add_parser("train", help="train a run file: composes and runs the `deepspeed` command")
     _add_run(parser)
+    _add_launch(parser)
+    parser.add_argument(
+        "--stop-after", type=int, metavar="STEP", help="end this start after that step, saved, with code 75"
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="open a checkpoint at `resume_from` that has no manifest: its pickles can run code",
+    )
+    parser.set_defaults(call=train_command)
+
+
+def _add_verify_resume(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "verify-resume",
+        help="prove in two short launches that a resumed run is bitwise the uninterrupted one",
+    )
+    _add_run(parser)
+    _add_launch(parser)
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="K", help="before the resume, and after it (default: 3)"
+    )
+    parser.set_defaults(call=verify_resume_command)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks on this host (default: its GPUs, or one)"
     )
@@ -210,7 +215,6 @@ def _add_train(commands: Commands) -> None:
         "--master-port", type=int, metavar="P", help="port there (default: the first free one)"
     )
     parser.add_argument("--ssh-port", type=int, metavar="P", help="of the hosts' sshd")
-    parser.set_defaults(call=train_command)
 
 
 def _add_check(commands: Commands) -> None:
@@ -254,13 +258,9 @@ def _add_prepare(commands: Commands) -> None:
 
 
 def _add_checkpoints(commands: Commands) -> None:
-    parser = commands.add_parser("checkpoints", help="list, verify, pin or convert a run's checkpoints")
-    parser.add_argument("run", metavar="RUN", help="the run directory, or its run file")
-    parser.add_argument(
-        "action", nargs="?", default="list", choices=("list", "verify", "pin", "unpin", "universal")
+    add_checkpoint_arguments(
+        commands.add_parser("checkpoints", help="list, verify, compare, pin or convert a run's checkpoints")
     )
-    parser.add_argument("step", nargs="?", type=int, metavar="STEP", help="verify: all if it is left out")
-    parser.set_defaults(call=checkpoints_command)
 
 
 def _add_sample(commands: Commands) -> None:

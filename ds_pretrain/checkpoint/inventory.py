@@ -1,52 +1,81 @@
-"""What checkpoints a run has, for people: listed, verified, pinned."""
+"""What checkpoints a run has, for people: listed and verified."""
 
-from collections.abc import Iterator
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import MANIFEST, Manifest, parse_manifest, published, step_name, step_of
+from ds_pretrain.checkpoint.layout import (
+    BROKEN,
+    MANIFEST,
+    Manifest,
+    UnknownVersion,
+    parse_manifest,
+    published,
+    step_name,
+    step_of,
+)
 from ds_pretrain.checkpoint.retention import CALM, PINNED
 from ds_pretrain.checkpoint.store import broken_reason
 from ds_pretrain.errors import InputError
+from ds_pretrain.files import checksum, write_atomic
 from ds_pretrain.world import World
+
+SHIPPED = "shipped"  # a file in a checkpoint's folder: a copy elsewhere is complete
+VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
+_HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "shipped", "verified")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder that carries a checkpoint's name. `manifest` is None where it cannot be read."""
+    """A folder that carries a checkpoint's name. Without a manifest, `reason` says why it is broken."""
 
     folder: Path
     step: int
     manifest: Manifest | None
-    is_pinned: bool
+    reason: str | None
     is_calm: bool
+    is_pinned: bool
+    is_shipped: bool
+    verified_at: datetime | None  # while the manifest is still the one that was verified
 
 
 def entries(root: Path) -> Iterator[Entry]:
-    """Every published checkpoint, newest first. Reads manifests only."""
+    """Every published checkpoint, newest first. Reads manifests and sizes, no checksums."""
     for folder in published(root):
-        try:
-            manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            manifest = None
         step = step_of(folder.name)
         assert step is not None
-        yield Entry(folder, step, manifest, (folder / PINNED).exists(), (folder / CALM).exists())
+        manifest, reason = _read(folder, step)
+        yield Entry(
+            folder,
+            step,
+            manifest,
+            reason,
+            is_calm=(folder / CALM).exists(),
+            is_pinned=(folder / PINNED).exists(),
+            is_shipped=(folder / SHIPPED).exists(),
+            verified_at=_verified_at(folder),
+        )
 
 
-def described(entry: Entry) -> str:
-    """One line: step, tokens, age, size, ranks, and what holds of it."""
-    if entry.manifest is None:
-        return f"step {entry.step:>10,}  BROKEN: its manifest cannot be read"
-    manifest = entry.manifest
-    age = datetime.now(UTC) - datetime.fromisoformat(manifest.created)
-    marks = [word for word, on in (("pinned", entry.is_pinned), ("calm", entry.is_calm)) if on]
-    return (
-        f"step {entry.step:>10,}  {manifest.tokens:>18,} tokens  {manifest.total_bytes / 1e6:>12,.1f} MB  "
-        f"{manifest.world_size:>5} ranks  ZeRO-{manifest.zero_stage}  {int(age.total_seconds()):>8,} s old  "
-        + " ".join(marks)
-    ).rstrip()
+def listed(root: Path, now: datetime | None = None) -> Iterator[str]:
+    """The checkpoints under `root` as a table; then what is broken, and what was set aside."""
+    now = now or datetime.now(UTC)
+    found = list(entries(root))
+    rows = {e.step: _row(e, e.manifest, now) for e in found if e.manifest is not None and e.reason is None}
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows.values(), strict=True)]
+    if found:
+        yield _aligned(_HEADER, widths)
+    for entry in found:
+        if entry.step in rows:
+            yield _aligned(rows[entry.step], widths)
+        else:
+            yield f"{entry.step:>{widths[0]},}  BROKEN: {entry.reason}"
+    for folder in sorted(root.glob(f"step_*{BROKEN}*")):
+        age = ago(now.timestamp() - folder.stat().st_mtime)
+        yield f"{folder.name}: set aside as broken, last touched {age} ago; no start uses it"
 
 
 def chosen(root: Path, step: int) -> Path:
@@ -59,5 +88,95 @@ def chosen(root: Path, step: int) -> Path:
 
 
 def verified(folder: Path) -> str | None:
-    """Why a checkpoint is broken, or None: every size and every checksum, read by this process alone."""
-    return broken_reason(folder, World())
+    """Why a checkpoint is broken, or None: every size and every checksum, read by this process alone.
+
+    An intact one gets a mark that says when; a broken one loses it.
+
+    Raises:
+        InputError: the disk did not answer, or a newer program wrote it.
+    """
+    mark = folder / VERIFIED
+    try:
+        reason = broken_reason(folder, World())
+    except (OSError, UnknownVersion) as error:
+        raise InputError(
+            f"{folder} cannot be checked ({error}); mend the disk, or use the program that wrote it"
+        ) from None
+    with contextlib.suppress(OSError):  # a checkpoint that is not ours to write to is intact all the same
+        if reason is not None:
+            mark.unlink(missing_ok=True)
+        else:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            write_atomic(mark, json.dumps({"time": now, "manifest": checksum(folder / MANIFEST)}))
+    return reason
+
+
+def ago(seconds: float) -> str:
+    """A time span in its largest unit: "40 s", "3 min", "2 h", "5 d"."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def size(number_of_bytes: float) -> str:
+    """Bytes in decimal units: "8.5 kB", "12.3 GB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number_of_bytes < 999.5 or unit == "TB":
+            break
+        number_of_bytes /= 1000
+    return f"{number_of_bytes:,.0f} B" if unit == "B" else f"{number_of_bytes:,.1f} {unit}"
+
+
+def _read(folder: Path, step: int) -> tuple[Manifest | None, str | None]:
+    """The manifest, and what is wrong as far as it and the files' sizes tell."""
+    try:
+        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, "it has no manifest"
+    except OSError as error:
+        return None, f"its manifest cannot be read ({error.strerror})"
+    except ValueError as error:
+        return None, str(error)
+    if manifest.step != step:
+        return manifest, f"its manifest is of step {manifest.step:,}"
+    for name, entry in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return manifest, f"{name} is listed and cannot be read ({error.strerror})"
+        if found != entry.bytes:
+            return manifest, f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
+    return manifest, None
+
+
+def _verified_at(folder: Path) -> datetime | None:
+    try:
+        mark = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        belongs = mark["manifest"] == checksum(folder / MANIFEST)
+        return datetime.fromisoformat(mark["time"]) if belongs else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _row(entry: Entry, manifest: Manifest, now: datetime) -> tuple[str, ...]:
+    age = (now - datetime.fromisoformat(manifest.created)).total_seconds()
+    marks = (entry.is_calm, entry.is_pinned, entry.is_shipped)
+    seen = entry.verified_at
+    return (
+        f"{entry.step:,}",
+        f"{manifest.tokens:,}",
+        ago(age),
+        size(manifest.total_bytes),
+        f"{manifest.world_size:,}",
+        str(manifest.zero_stage),
+        *("yes" if on else "-" for on in marks),
+        f"{ago((now - seen).total_seconds())} ago" if seen is not None else "-",
+    )
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Numbers to the right, marks to the left."""
+    numbers = [f"{cell:>{width}}" for cell, width in zip(row[:6], widths[:6], strict=True)]
+    marks = [f"{cell:<{width}}" for cell, width in zip(row[6:], widths[6:], strict=True)]
+    return "  ".join([*numbers, *marks]).rstrip()

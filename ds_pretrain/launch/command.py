@@ -50,7 +50,7 @@ def compose(
     """The `deepspeed` command for `run_file`.
 
     With a hostfile its slots are the ranks, and `ranks`, if given, must equal their number. Without one, all
-    GPUs of this host, or one CPU rank where there is none. `environment` stands in for this process's own, and
+    GPUs of this host, or one CPU rank where there is none. `environment` stands in for this process's own;
     `flags` are words for every rank's own command line.
 
     Raises:

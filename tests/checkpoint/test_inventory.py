@@ -1,10 +1,15 @@
 """The `checkpoints` command: what a person sees of checkpoints, and may do to them."""
 
+import json
+import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.checkpoint import inventory
+from ds_pretrain.checkpoint.inventory import SHIPPED, VERIFIED, ago, listed, size
+from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest, step_name
 from ds_pretrain.checkpoint.retention import CALM
 from ds_pretrain.cli import main
 from ds_pretrain.world import World
@@ -18,21 +23,53 @@ def made(folder: Path) -> Path:
     return folder / "out"
 
 
+def cells(line: str) -> list[str]:
+    """The columns of a line of the table."""
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def table(root: Path, later: timedelta = timedelta()) -> list[str]:
+    """The list, seen that much after the first checkpoint was made."""
+    manifest = parse_manifest((root / step_name(10) / MANIFEST).read_text())
+    return list(listed(root, datetime.fromisoformat(manifest.created) + later))
+
+
 def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = made(tmp_path)
-    (out / "checkpoints" / step_name(10) / CALM).touch()
+    root = out / "checkpoints"
+    (root / step_name(10) / CALM).touch()
+    (root / step_name(10) / SHIPPED).touch()
     assert main(["checkpoints", str(out), "pin", "20"]) == 0
     assert main(["checkpoints", str(make_run(tmp_path))]) == 0  # by its run file
-    kept, newest, older = capsys.readouterr().out.splitlines()
+    kept, header, newest, older = capsys.readouterr().out.splitlines()
     assert kept == "step_000000020 is kept for good"
-    assert newest.startswith("step         20  ")
-    assert newest.endswith(" s old  pinned")
-    assert older.endswith(" s old  calm")
+    assert cells(header) == cells("step  tokens  age  size  ranks  ZeRO  calm  pinned  shipped  verified")
+    assert cells(newest)[0] == "20"
+    assert cells(newest)[6:] == ["-", "yes", "-", "-"]
+    assert cells(older)[6:] == ["yes", "-", "yes", "-"]
+    header, _, row = table(root, timedelta(hours=2, minutes=59))
+    manifest = parse_manifest((root / step_name(10) / MANIFEST).read_text())
+    assert cells(row)[:6] == [
+        "10",
+        f"{manifest.tokens:,}",
+        "2 h",
+        size(manifest.total_bytes),
+        str(manifest.world_size),
+        str(manifest.zero_stage),
+    ]
+    assert [header.index(word) for word in ("calm", "shipped")] == [row.index("yes"), row.rindex("yes")]
     assert main(["checkpoints", str(out), "unpin", "20"]) == 0
     assert main(["checkpoints", str(out), "list"]) == 0
-    assert "pinned" not in capsys.readouterr().out
+    assert cells(capsys.readouterr().out.splitlines()[2])[7] == "-"
+
+
+def test_spans_and_sizes_are_said_in_the_unit_that_matters() -> None:
+    spans = {-3: "0 s", 59.9: "59 s", 60: "1 min", 7_199: "1 h", 86_399: "23 h", 5 * 86_400: "5 d"}
+    assert {seconds: ago(seconds) for seconds in spans} == spans
+    sizes = {0: "0 B", 999: "999 B", 1_000: "1.0 kB", 999_600: "1.0 MB", 2.5e12: "2.5 TB", 2e15: "2,000.0 TB"}
+    assert {number: size(number) for number in sizes} == sizes
 
 
 def test_verify_names_what_is_broken_and_moves_nothing(
@@ -45,7 +82,7 @@ def test_verify_names_what_is_broken_and_moves_nothing(
     before = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert main(["checkpoints", str(out), "verify", "10"]) == 0
     capsys.readouterr()
-    assert main(["checkpoints", str(out), "verify"]) == 2
+    assert main(["checkpoints", str(out), "verify", "--all"]) == 2
     said = capsys.readouterr()
     assert f"step_000000020  {shard.name} has" in said.out
     assert "step_000000010  intact" in said.out
@@ -55,13 +92,123 @@ def test_verify_names_what_is_broken_and_moves_nothing(
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == before
 
 
+def test_what_was_verified_is_shown_with_its_time_until_another_save_takes_its_place(tmp_path: Path) -> None:
+    root = made(tmp_path) / "checkpoints"
+    folder = root / step_name(20)
+    assert main(["checkpoints", str(root.parent), "verify", "20"]) == 0
+    mark = json.loads((folder / VERIFIED).read_text())
+    mark["time"] = (datetime.now(UTC) - timedelta(hours=2, minutes=1)).isoformat()
+    (folder / VERIFIED).write_text(json.dumps(mark))
+    _, newest, older = listed(root)
+    assert (cells(newest)[-1], cells(older)[-1]) == ("2 h ago", "-")
+
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text + "\n")
+    assert cells(list(listed(root))[1])[-1] == "-"
+    (folder / MANIFEST).write_text(text)
+    (folder / VERIFIED).write_text("{")
+    assert cells(list(listed(root))[1])[-1] == "-"
+
+
+def test_a_checkpoint_that_is_no_longer_intact_loses_its_mark(tmp_path: Path) -> None:
+    root = made(tmp_path) / "checkpoints"
+    assert inventory.verified(root / step_name(20)) is None
+    shard = next((root / step_name(20)).glob("bf16_*"))
+    flipped = bytearray(shard.read_bytes())
+    flipped[-1] ^= 1
+    shard.write_bytes(flipped)
+    assert cells(list(listed(root))[1])[-1].endswith(" s ago")  # sizes alone do not tell
+    assert "checksum" in str(inventory.verified(root / step_name(20)))
+    assert cells(list(listed(root))[1])[-1] == "-"
+
+
+def _truncated(folder: Path) -> str:
+    shard = next(folder.glob("bf16_*"))
+    shard.write_bytes(b"x")
+    return f"{shard.name} has 1 bytes, the manifest says"
+
+
+def _gone(folder: Path) -> str:
+    shard = next(folder.glob("bf16_*"))
+    shard.unlink()
+    return f"{shard.name} is listed and cannot be read (No such file"
+
+
+def _no_manifest(folder: Path) -> str:
+    (folder / MANIFEST).unlink()
+    return "it has no manifest"
+
+
+def _torn_manifest(folder: Path) -> str:
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace('"tokens": ', '"tokens": 1'))
+    return "its manifest does not match its own checksum"
+
+
+def _other_step(folder: Path) -> str:
+    (folder / MANIFEST).write_bytes((folder.with_name(step_name(10)) / MANIFEST).read_bytes())
+    return "its manifest is of step 10"
+
+
+@pytest.mark.parametrize("harm", [_truncated, _gone, _no_manifest, _torn_manifest, _other_step])
+def test_a_broken_checkpoint_is_listed_with_the_reason(tmp_path: Path, harm: object) -> None:
+    root = made(tmp_path) / "checkpoints"
+    assert callable(harm)
+    reason = harm(root / step_name(20))
+    header, broken, intact = listed(root)
+    assert broken.startswith(f"  20  BROKEN: {reason}")
+    assert cells(intact)[0] == "10"
+    assert cells(header)[0] == "step"
+
+
+def test_what_was_set_aside_has_a_line_of_its_own(tmp_path: Path) -> None:
+    root = made(tmp_path) / "checkpoints"
+    aside = root / f"{step_name(20)}.broken2"
+    (root / step_name(20)).rename(aside)
+    then = (datetime.now(UTC) - timedelta(days=5)).timestamp()
+    os.utime(aside, (then, then))
+    *_, last = listed(root)
+    assert last == "step_000000020.broken2: set aside as broken, last touched 5 d ago; no start uses it"
+
+
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = made(tmp_path)
     assert main(["checkpoints", str(out), "pin", "30"]) == 2
     assert "has no checkpoint of step 30; it has: 20, 10" in capsys.readouterr().err
-    assert main(["checkpoints", str(out), "pin"]) == 2
-    assert "name the step" in capsys.readouterr().err
+    assert main(["checkpoints", str(out), "verify", "newest"]) == 2
+    assert "'newest' is no step; give a whole number" in capsys.readouterr().err
     assert main(["checkpoints", str(tmp_path / "out" / "checkpoints")]) == 0
     assert "holds no checkpoint" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path / "out" / "checkpoints"), "verify"]) == 0
+    assert "holds no checkpoint" in capsys.readouterr().out
+
+
+WRONG_WORDS = {
+    "pin": "checkpoints pin: 0 checkpoint(s) named, expected 1, like `checkpoints RUN pin 1000`",
+    "verify 10 20": "checkpoints verify: 2 checkpoint(s) named, expected 0 or 1",
+    "diff 10": "checkpoints diff: 1 checkpoint(s) named, expected 2, like `checkpoints RUN diff 1000 1000`",
+    "verify 10 --all": "checkpoints verify: give a step or --all, not both",
+    "pin 10 --all": "checkpoints pin: --all belongs to verify",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_WORDS.items(), ids=WRONG_WORDS)
+def test_words_that_do_not_fit_together_are_named(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(tmp_path), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_disk_that_does_not_answer_is_no_broken_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = made(tmp_path)
+
+    def fails(*_: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(inventory, "broken_reason", fails)
+    assert main(["checkpoints", str(out), "verify", "20"]) == 2
+    assert "cannot be checked ([Errno 5] Input/output error); mend the disk" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""`ds-pretrain checkpoints RUN ...`: what a person may ask about checkpoints, and do to them."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.plan import load_plan
+
+EXIT_DIFFERENT = 1  # of `diff`, as that of diff(1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the words of the command."""
+    parser.add_argument("run", metavar="RUN", help="the run directory, or its run file")
+    parser.add_argument("action", nargs="?", default="list", choices=tuple(_ACTIONS), help="default: list")
+    parser.add_argument(
+        "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
+    )
+    parser.add_argument("--all", action="store_true", help="verify: every checkpoint, as without a step")
+    parser.set_defaults(call=checkpoints_command)
+
+
+def checkpoints_command(words: argparse.Namespace) -> int:
+    """List, verify, compare, pin or convert the checkpoints of a run."""
+    run = Path(words.run)
+    root = (run if run.is_dir() else load_plan(run).out) / "checkpoints"
+    if words.all and words.action != "verify":
+        raise InputError(f"checkpoints {words.action}: --all belongs to verify")
+    if words.all and words.names:
+        raise InputError("checkpoints verify: give a step or --all, not both")
+    expected = _NUM_NAMES[words.action]
+    if len(words.names) not in expected:
+        counts = " or ".join(map(str, expected))
+        raise InputError(
+            f"checkpoints {words.action}: {len(words.names)} checkpoint(s) named, expected {counts}, like "
+            f"`checkpoints RUN {words.action}{' 1000' * expected[-1]}`"
+        )
+    return _ACTIONS[words.action](root, words.names)
+
+
+def _list(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import listed
+
+    print("\n".join(listed(root)) or f"{root} holds no checkpoint")
+    return 0
+
+
+def _verify(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import entries, verified
+
+    folders = [_chosen(root, names[0])] if names else [entry.folder for entry in entries(root)]
+    if not folders:
+        print(f"{root} holds no checkpoint")
+    all_intact = True
+    for folder in folders:
+        reason = verified(folder)
+        all_intact &= reason is None
+        print(f"{folder.name}  {reason or 'intact'}", flush=True)
+    if not all_intact:
+        raise InputError("not every checkpoint is intact; a start takes the newest that is")
+    return 0
+
+
+def _pin(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.retention import pin
+
+    folder = _chosen(root, names[0])
+    pin(folder, True)
+    print(f"{folder.name} is kept for good")
+    return 0
+
+
+def _unpin(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.retention import pin
+
+    folder = _chosen(root, names[0])
+    pin(folder, False)
+    print(f"{folder.name} is pruned in its turn")
+    return 0
+
+
+def _universal(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import verified
+
+    folder = _chosen(root, names[0])
+    if reason := verified(folder):
+        raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
+    from ds_pretrain.checkpoint.convert import convert
+
+    print(f"{convert(folder)} can be loaded on any number of ranks")
+    return 0
+
+
+def _diff(root: Path, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.diff import described, differences
+
+    a, b = (_chosen(root, name) if _step(name) is not None else Path(name) for name in names)
+    found = differences(a, b)
+    print("\n".join(described(found)))
+    return 0 if found.none else EXIT_DIFFERENT
+
+
+def _chosen(root: Path, name: str) -> Path:
+    from ds_pretrain.checkpoint.inventory import chosen
+
+    step = _step(name)
+    if step is None:
+        raise InputError(f"{name!r} is no step; give a whole number, as `checkpoints RUN` lists them")
+    return chosen(root, step)
+
+
+def _step(name: str) -> int | None:
+    digits = name.replace(",", "").replace("_", "")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+_ACTIONS: Mapping[str, Callable[[Path, list[str]], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "diff": _diff,
+    "pin": _pin,
+    "unpin": _unpin,
+    "universal": _universal,
+}
+# How many checkpoints each is told.
+_NUM_NAMES = {"list": (0,), "verify": (0, 1), "diff": (2,), "pin": (1,), "unpin": (1,), "universal": (1,)}

@@ -1,0 +1,219 @@
+"""`ds-pretrain verify-resume`: proof on one's own cluster and configuration that a resume changes nothing.
+
+The first launch trains 2K steps and saves after K and after 2K. The checkpoint after 2K is put aside, the
+second launch, the same command, resumes after K and trains to 2K, and what both made of these K steps is
+compared: samples, losses and norms from metrics.jsonl, every tensor and random stream from the checkpoints.
+
+    OUT.verify-resume/
+        verify-resume.lock              says whose folder this is, and holds it while the command runs
+        run/                            a run directory like any other; the resumed run ends here
+        straight/step_000000006/        what the uninterrupted run saved
+"""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.plan import Plan, load_plan
+from ds_pretrain.reading import shown
+
+Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
+
+_LOCK = "verify-resume.lock"
+_KEEP_ALL = 1_000_000
+# What a step must repeat, the cause before its effects: data, then rates, then what was computed of them.
+_REPEATED = {
+    "batch_checksum": "its samples differ (batch_checksum)",
+    "samples": "it stands at another sample",
+    "num_valid_tokens": "its number of valid tokens differs",
+    "learning_rate": "its learning rate differs",
+    "loss": "its loss differs",
+    "z_loss": "its z-loss differs",
+    "grad_norm": "its gradient norm differs",
+    "update_applied": "its update was applied in one of them only",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of one proof."""
+
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    def saved(self, step: int) -> Path:
+        """A checkpoint of the run."""
+        return self.out / "checkpoints" / step_name(step)
+
+    def straight(self, step: int) -> Path:
+        """What the uninterrupted run saved, under its own name: that is part of what a manifest proves."""
+        return self.folder / "straight" / step_name(step)
+
+
+def verify_resume(run_file: str, overrides: Sequence[str], steps: int, start: Start) -> int:
+    """Train 2 x `steps` steps, again from the middle, and compare; 0 if bitwise equal, 1 if not.
+
+    Args:
+        start: launches the run file with overrides and flags, as `ds-pretrain train` does.
+
+    Raises:
+        InputError: the run has too few steps, or the folder for it is somebody else's.
+    """
+    plan = load_plan(run_file, overrides)
+    _check_steps(plan, steps)
+    place = Place(plan.out.with_name(f"{plan.out.name}.verify-resume"))
+    launch = partial(start, [*overrides, *_own_overrides(place, steps)], ["--stop-after", str(2 * steps)])
+    with _held(place.folder):
+        if (code := _launched(launch, place, "first", (steps, 2 * steps))) is not None:
+            return code
+        place.straight(2 * steps).parent.mkdir()
+        place.saved(2 * steps).rename(place.straight(2 * steps))
+        if (code := _launched(launch, place, "second", (2 * steps,))) is not None:
+            return code
+        equal = _compared(place, steps)
+    if not equal:
+        print(f"kept for a closer look: {place.folder}")
+        return EXIT_FAILED
+    shutil.rmtree(place.folder)
+    return EXIT_FINISHED
+
+
+def first_difference(
+    straight: Mapping[int, Mapping[str, Any]], resumed: Mapping[int, Mapping[str, Any]], steps: range
+) -> str | None:
+    """The first step that differs between two starts, and in what; None if all of `steps` are the same.
+
+    Both map a step to its record in metrics.jsonl.
+    """
+    for step in steps:
+        here, there = straight.get(step), resumed.get(step)
+        if here is None or there is None:
+            which = "uninterrupted" if here is None else "resumed"
+            return f"step {step:,}: the {which} run has no record of it in metrics.jsonl"
+        for field, words in _REPEATED.items():
+            if repr(here.get(field)) != repr(there.get(field)):  # NaN is like NaN
+                values = f"{shown(here.get(field))} uninterrupted, {shown(there.get(field))} resumed"
+                return f"step {step:,}: {words}: {values}"
+    return None
+
+
+def report(
+    different_step: str | None, different: Sequence[str], compared: tuple[int, int, int, int]
+) -> Iterator[str]:
+    """What to tell: the first step that differs, then tensors, streams and values; or what was proven.
+
+    `compared` counts tensors, steps, random streams and ranks.
+    """
+    if different_step is None and not different:
+        tensors, steps, streams, ranks = compared
+        yield (
+            f"bitwise equal: {tensors:,} tensors, {steps:,} steps, {streams:,} random streams on "
+            f"{ranks:,} rank{'s' * (ranks != 1)}"
+        )
+        return
+    yield "a resumed run is not the uninterrupted one; docs/operations.md says what to look at"
+    if different_step is not None:
+        yield different_step
+    yield from different
+
+
+def _check_steps(plan: Plan, steps: int) -> None:
+    if steps < 1:
+        raise InputError(f"--steps {steps}: give 1 or more")
+    if plan.last_step < 2 * steps:
+        raise InputError(
+            f"{plan.run_path}: schedule.length is {plan.last_step:,} steps, and the proof trains "
+            f"{2 * steps:,} (twice --steps {steps}); take fewer steps, or a longer schedule"
+        )
+
+
+def _own_overrides(place: Place, steps: int) -> list[str]:
+    """Nothing that bears on the numbers: where the run lies, when it saves, and who is told."""
+    return [
+        f"out={place.out}",
+        f"checkpoint.every={steps} steps",
+        f"checkpoint.keep={_KEEP_ALL}",
+        "checkpoint.local=none",
+        "checkpoint.ship_to=none",
+        "resume_from=none",
+        "monitor.wandb=off",
+    ]
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """An empty folder with our mark, for this process alone; what an earlier proof left in it is deleted."""
+    lock_path = folder / _LOCK
+    if folder.exists() and not lock_path.is_file():
+        raise InputError(
+            f"{folder} exists and was not made by verify-resume, which needs a folder of that name: move it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_path.open("a")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot write there ({error.strerror}); choose another `out`") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another verify-resume of this run is at work; wait for it") from None
+        except OSError:
+            pass  # a file system without locks
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        yield
+
+
+def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequence[int]) -> int | None:
+    """Launch once; the exit code to end with if it did not come to its end, all of `saves` saved."""
+    print(f"verify-resume: the {which} launch", flush=True)
+    code = launch()
+    missing = [step for step in saves if not place.saved(step).is_dir()]
+    if code in (EXIT_FINISHED, EXIT_PREEMPTED) and not missing:
+        return None
+    lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
+    print(f"verify-resume: the {which} launch ended with code {code}{lacking}; nothing is proven")
+    print(f"kept for a closer look: {place.folder}")
+    return code or EXIT_FAILED
+
+
+def _compared(place: Place, steps: int) -> bool:
+    """Compare what both launches made of the second half, and say what was found."""
+    from ds_pretrain.checkpoint.diff import difference_lines, differences
+
+    last = 2 * steps
+    straight, resumed = _steps_by_attempt(read_metrics(place.out / "metrics.jsonl"))
+    half = range(steps + 1, last + 1)
+    different_step = first_difference(straight, resumed, half)
+    if (begun := min(resumed, default=0)) != half.start:
+        different_step = (
+            f"the second launch went on after step {begun - 1:,}, expected {steps:,}; see above why"
+        )
+    found = differences(place.straight(last), place.saved(last))
+    lines = [] if found.same_state else list(difference_lines(found))
+    compared = (found.num_tensors, len(half), found.num_streams, found.num_ranks)
+    for line in report(different_step, lines, compared):
+        print(line)
+    return different_step is None and not lines
+
+
+def _steps_by_attempt(
+    records: Iterable[Mapping[str, Any]],
+) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
+    """The step records of the first start and of the second."""
+    steps = [record for record in records if record.get("event") == "step"]
+    first, second = ({s["step"]: s for s in steps if s["attempt"] == attempt} for attempt in (1, 2))
+    return first, second
