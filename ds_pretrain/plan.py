@@ -27,7 +27,7 @@ from ds_pretrain.timeline import (
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
-# What a start may change on purpose, when `accept_changes` names it.
+# What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
 CHANGEABLE = (
     "schedule",
     "sources",
@@ -35,6 +35,7 @@ CHANGEABLE = (
     "model.recompute",
     "model.attention",
     "model.decay_embeddings",
+    "probe",
 )
 # What the numbers of an identity count.
 _UNITS = {

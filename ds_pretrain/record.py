@@ -33,3 +33,18 @@ class StepRecord:
     def to_json(self) -> dict[str, Any]:
         """Plain types, in field order."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A loss by which a restored model shows that it computes what the saved one did.
+
+    That of the first micro-batch of each rank, of the update after `step` finished steps, with the weights of
+    the checkpoint and in training mode. Training computes it anyway, so a save costs nothing more.
+    """
+
+    step: int
+    loss: float  # mean cross-entropy, in nats a token
+    checksum: int  # sum of the samples' CRC-32: other data has another loss
+    num_ranks: int
+    micro_sequences: int

@@ -15,6 +15,7 @@ from ds_pretrain.errors import CannotSave, InputError
 from ds_pretrain.files import available_memory_bytes
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
+from ds_pretrain.record import Probe
 from ds_pretrain.run_directory import RunRecord, note_saved
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects
@@ -60,8 +61,10 @@ class Saver:
         """On rank 0 alone; shared by `measure`."""
         return self._world.is_main and self._clock.is_due()
 
-    def save(self, state: RunState) -> None:
+    def save(self, state: RunState, probe: Callable[[], Probe]) -> None:
         """Snapshot, and write behind; a save under way is waited for first. Collective.
+
+        `probe` computes one, where no step is to come that would.
 
         Raises:
             CannotSave: too many saves in a row have failed.
@@ -73,26 +76,35 @@ class Saver:
             "model.json": self._plan.model_text,
         }
         manifest = self._manifest(state)
-        self._note(self._saves.begin(state, manifest, texts, self._engine, behind=self._behind))
+        self._note(self._saves.begin(state, manifest, texts, self._engine))
+        if not self._behind:
+            self._finish_probed(state.step, probe)
         self._clock.restart()
 
-    def save_surely(self, state: RunState) -> None:
+    def save_surely(self, state: RunState, probe: Callable[[], Probe]) -> None:
         """Save, and return only when the checkpoint is published. Collective.
 
         Raises:
             CannotSave: it failed so often that the run stops.
         """
         while self._saved_step != state.step:
-            self.save(state)
-            self.finish()
+            self.save(state, probe)
+            self._finish_probed(state.step, probe)
 
-    def advance(self, stages: Sequence[int]) -> None:
+    def advance(self, stages: Sequence[int], probe: Probe) -> None:
         """Take the save under way as far as every rank's stage allows. Collective."""
+        self._saves.probed(probe.step, probe)
         self._note(self._saves.advance(stages))
 
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
         self._note(self._saves.finish())
+
+    def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
+        """Probe while the files are written, then wait for them."""
+        if self._saves.is_under_way:
+            self._saves.probed(step, probe())
+        self.finish()
 
     def _note(self, outcome: Outcome | None) -> None:
         if outcome is None:

@@ -13,7 +13,7 @@ from ds_pretrain.data.validation import ValidationSet, validation_batches
 from ds_pretrain.engine import Engine, Update
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.plan import Plan
-from ds_pretrain.record import StepRecord
+from ds_pretrain.record import Probe, StepRecord
 from ds_pretrain.saving import Saver
 from ds_pretrain.state import RunState
 from ds_pretrain.stop import StopSignal
@@ -21,30 +21,34 @@ from ds_pretrain.world import World, gather_rows
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What some rank asked for and all ranks now know."""
+class Shared:
+    """What all ranks now know beside the record: what any of them asked for, and of the state before."""
 
     stop: bool
     save: bool
     stages: tuple[int, ...]  # of each rank's part of the save under way
+    probe: Probe  # of the weights before the step
 
 
 def take_step(
     engine: Engine, batch: Batch, rate: float, z_loss: float | None, world: World
 ) -> tuple[Tensor, Update]:
-    """One update on this rank's part of the global batch: this rank's sums of cross-entropy and z-loss, [2].
+    """One update on this rank's part of the global batch.
+
+    This rank's sums of cross-entropy and z-loss, and of the cross-entropy of the first micro-batch: [3].
 
     Each micro-batch adds its sum over valid tokens, divided by the valid tokens of the whole global batch, so
     the gradient does not depend on the split. DeepSpeed averages over ranks; `world.size` makes that a sum.
     Collective.
     """
     scale = world.size / max(1, batch.num_valid_tokens)
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for input_ids, labels in batch.micro_batches:
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
+    for place, (input_ids, labels) in enumerate(batch.micro_batches):
         logits = engine.logits(input_ids.to(engine.device, non_blocking=True))  # [B, T, V]
         nll, z = cross_entropy_and_z(logits, labels.to(engine.device, non_blocking=True), z_loss)
         engine.backward((nll + z) * scale)
-        sums += torch.stack([nll.detach(), z.detach()])
+        first = nll.detach() if place == 0 else torch.zeros_like(nll)
+        sums += torch.stack([nll.detach(), z.detach(), first])
     return sums, engine.step(rate)
 
 
@@ -58,13 +62,15 @@ def measure(
     saver: Saver,
     stop: StopSignal,
     world: World,
-) -> tuple[StepRecord, Asked]:
+) -> tuple[StepRecord, Shared]:
     """The step's numbers over all ranks, and what any rank asked for: its one reduction. Collective."""
-    nll, z = losses.tolist()
+    nll, z, first_nll = losses.tolist()
     num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
-    row = [nll, z, num_valid, batch.checksum, batch.wait_seconds, perf_counter() - started]
+    row = [nll, z, num_valid, sum(batch.checksums), batch.wait_seconds, perf_counter() - started]
     asked = [stop.is_asked(), stop.is_save_asked() or saver.is_due_by_clock(), saver.stage]
-    rows = gather_rows(world, [*row, *asked])  # [W, 9]
+    first = batch.micro_batches[0].labels
+    probed = [first_nll, first.numel(), sum(batch.checksums[: len(first)])]
+    rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
     sums, most = rows.sum(axis=0), rows.max(axis=0)
     step = state.step + 1
     record = StepRecord(
@@ -86,7 +92,8 @@ def measure(
         data_wait_seconds=float(most[4]),
     )
     stages = tuple(int(stage) for stage in rows[:, 8])
-    return record, Asked(stop=bool(most[6]), save=bool(most[7]), stages=stages)
+    probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), world.size, len(first))
+    return record, Shared(stop=bool(most[6]), save=bool(most[7]), stages=stages, probe=probe)
 
 
 def evaluate(engine: Engine, plan: Plan, sets: Sequence[ValidationSet], world: World) -> dict[str, float]:

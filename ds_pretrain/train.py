@@ -8,7 +8,8 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TypeVar, cast
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count
+from ds_pretrain.data.feed import Feed
 from ds_pretrain.engine import Engine, initialize_distributed
 from ds_pretrain.errors import (
     EXIT_FAILED,
@@ -38,6 +40,7 @@ from ds_pretrain.opening import (
     validation_sets,
 )
 from ds_pretrain.plan import Plan, load_plan
+from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.run_directory import KnownRun, RunLock, claim
 from ds_pretrain.saving import Saver
@@ -81,7 +84,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     engine = open_run_engine(plan, world)
     num_attempted = num_applied = 0
     with open_monitor(plan, record, world) as monitor, open_feed(plan, inputs, world) as feed:
-        state = _resume(found, engine, plan, monitor, world)
+        state = _resume(found, engine, feed, plan, monitor, world)
         validation = validation_sets(plan, inputs)
         saver = Saver(plan, record, engine, monitor, world, _tell(world))
         while state.step < plan.last_step:
@@ -90,7 +93,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
             losses, update = take_step(
                 engine, batch, plan.schedule.rate(state.step), plan.run.model.z_loss, world
             )
-            step, asked = measure(plan, state, batch, losses, update, started, saver, stop, world)
+            step, shared = measure(plan, state, batch, losses, update, started, saver, stop, world)
             monitor.step(step)
             state = state.after_step()
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
@@ -102,13 +105,14 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
                 )
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
-            saver.advance(asked.stages)
-            asked = replace(asked, stop=asked.stop or state.step == wish.stop_after)
-            if asked.stop or state.step == plan.last_step:
-                saver.save_surely(state)
-            elif asked.save or saver.is_due(state):
-                saver.save(state)
-            if asked.stop and state.step < plan.last_step:
+            saver.advance(shared.stages, shared.probe)
+            stops = shared.stop or state.step == wish.stop_after
+            probe = partial(probe_again, engine, batch, step.step - 1, world)
+            if stops or state.step == plan.last_step:
+                saver.save_surely(state, probe)
+            elif shared.save or saver.is_due(state):
+                saver.save(state, probe)
+            if stops and state.step < plan.last_step:
                 monitor.event("stop", step=state.step)
                 raise Preempted(
                     f"stopped after step {state.step:,}, saved; the same command goes on from there"
@@ -178,15 +182,21 @@ def _known(found: store.Found | None) -> KnownRun | None:
 
 
 def _resume(
-    found: store.Found | None, engine: Engine, plan: Plan, monitor: Monitor, world: World
+    found: store.Found | None, engine: Engine, feed: Feed, plan: Plan, monitor: Monitor, world: World
 ) -> RunState:
     if found is None:
         monitor.event("start", step=0, world_size=world.size)
         return RunState()
     state = store.restore(found, engine, plan.run.seed, world, _tell(world))
+    probed = check_probe(found.manifest, state, engine, feed, plan, world)
     if world.is_main:
-        say(sys.stdout, f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done")
-    monitor.event("resume", step=state.step, world_size=world.size, checkpoint=found.folder.name)
+        say(
+            sys.stdout,
+            f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done; {probed}",
+        )
+    monitor.event(
+        "resume", step=state.step, world_size=world.size, checkpoint=found.folder.name, probe=probed
+    )
     return state
 
 

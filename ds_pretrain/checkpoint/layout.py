@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ds_pretrain.record import Probe
+
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 PARTIAL = ".partial"
@@ -43,6 +45,7 @@ class Manifest:
     overrides: tuple[str, ...]
     identity: Mapping[str, Any]  # of the run: what another start must agree with
     files: Mapping[str, FileEntry]
+    probe: Probe | None = None
 
     def to_json(self) -> str:
         """Text that `parse_manifest` reads; it carries a checksum of itself."""

@@ -20,6 +20,7 @@ from ds_pretrain.checkpoint.rng import rng_bytes, rng_file
 from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
 from ds_pretrain.errors import RunError
 from ds_pretrain.files import free_bytes, sync_folder, write_atomic, write_point
+from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, from_main, gather_objects, gather_rows
 
@@ -79,12 +80,9 @@ class Saves:
         return int(self._save.job.stage)
 
     def begin(
-        self, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, behind: bool
+        self, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable
     ) -> Outcome | None:
-        """Snapshot `state` and start to write it. Collective.
-
-        With `behind`, training may go on when this returns; without, it is written and published first.
-        """
+        """Snapshot `state` and start to write it; how the save ended, if it could not begin. Collective."""
         assert self._save is None, "one save at a time: `finish` the one before"
         began = perf_counter()
         name = step_name(state.step)
@@ -104,7 +102,17 @@ class Saves:
             return self._failed(state.step, [p for p, _ in problems if p], max(s for _, s in problems), began)
         job = Job(snapshot.write, "snapshot")
         self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), job)
-        return None if behind else self.finish()
+        return None
+
+    @property
+    def is_under_way(self) -> bool:
+        """The same on every rank."""
+        return self._save is not None
+
+    def probed(self, step: int, probe: Probe) -> None:
+        """Take the probe of the weights after `step` finished steps, if it is they that are being saved."""
+        if self._save is not None and self._save.step == step and not self._save.all_written:
+            self._save.manifest = replace(self._save.manifest, probe=probe)
 
     def advance(self, stages: Sequence[int]) -> Outcome | None:
         """Take the save as far as every rank's `stage` allows; how it ended, if it did. Collective."""
@@ -173,7 +181,8 @@ def save_now(
     root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, world: World
 ) -> Outcome:
     """Save one checkpoint and wait for it. Collective."""
-    outcome = Saves(root, world, lambda step: None).begin(state, manifest, texts, engine, behind=False)
+    saves = Saves(root, world, lambda step: None)
+    outcome = saves.begin(state, manifest, texts, engine) or saves.finish()
     assert outcome is not None
     return outcome
 

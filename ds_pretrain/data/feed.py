@@ -8,7 +8,8 @@ Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a seque
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple
@@ -42,9 +43,7 @@ class Batch:
     ids: SampleIds  # of the global batch
     micro_batches: tuple[MicroBatch, ...]
     num_valid_tokens: int  # of the global batch: what the loss is normalized by
-    checksum: (
-        int  # sum of the CRC-32 of this rank's samples; summed over ranks it is that of the global batch
-    )
+    checksums: tuple[int, ...]  # CRC-32 of each of this rank's samples, in order
     wait_seconds: float = 0.0
 
 
@@ -83,9 +82,32 @@ class Feed:
             if key not in self._ahead:
                 self._ahead[key] = self._thread.submit(self._read, *key)
         batch = self._ahead.pop(wanted[0]).result()
-        return Batch(
-            batch.ids, batch.micro_batches, batch.num_valid_tokens, batch.checksum, perf_counter() - started
+        return replace(batch, wait_seconds=perf_counter() - started)
+
+    def first_micro_batches(
+        self, state: RunState, num_ranks: int, micro_sequences: int
+    ) -> tuple[list[MicroBatch], int]:
+        """What the first micro-batches of `num_ranks` ranks read at a state, spread over the ranks there are.
+
+        This rank's part, as many micro-batches on every rank (rows that are not there have ignored labels),
+        and the sum of the CRC-32 of all the samples. On as many ranks it is this rank's own first one.
+        """
+        ids = self._sampler.ids(state.step, state.ledger)
+        share = len(ids.sample) // num_ranks
+        starts = [rank * share for rank in range(num_ranks)]
+        rows = np.concatenate(  # [K, T + 1]
+            [read_samples(ids, self._sources, start, start + micro_sequences) for start in starts]
         )
+        checksum = sum(crc32(row.tobytes()) for row in rows)
+        per_rank = ceil(len(rows) / self._world.size / self._micro_sequences) * self._micro_sequences
+        mine = rows[self._world.rank * per_rank : (self._world.rank + 1) * per_rank]
+        filled = np.concatenate([mine, np.repeat(rows[:1], per_rank - len(mine), axis=0)])
+        batches = []
+        for first in range(0, per_rank, self._micro_sequences):
+            batch = to_micro_batch(filled[first : first + self._micro_sequences])
+            batch.labels[max(0, len(mine) - first) :] = IGNORED
+            batches.append(batch)
+        return batches, checksum
 
     def _read(self, step: int, ledger: SkipLedger) -> Batch:
         ids = self._sampler.ids(step, ledger)
@@ -99,7 +121,7 @@ class Feed:
                 for i in range(0, share, self._micro_sequences)
             ),
             num_valid_tokens=len(ids.sample) * ids.seq_len,  # every token of every sample is trained on
-            checksum=sum(crc32(row.tobytes()) for row in rows),
+            checksums=tuple(crc32(row.tobytes()) for row in rows),
         )
 
 

@@ -289,7 +289,7 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> 
     world = World()
     _save(tmp_path, 3, world)
     room = Saves(tmp_path, world, lambda step: None, expected_bytes=10**18)
-    outcome = room.begin(RunState(6), replace(MANIFEST, step=6), TEXTS, SmallShards(world), behind=True)
+    outcome = room.begin(RunState(6), replace(MANIFEST, step=6), TEXTS, SmallShards(world))
     assert outcome is not None
     assert "bytes free, and a checkpoint needs 1,000,000,000,000,000,000" in str(outcome.problem)
     assert _names(tmp_path) == ["latest", "step_000000003"]
@@ -301,7 +301,7 @@ def _goes_on_while_written(world: World, folder: str) -> Any:
     gate = threading.Event()
     patch = pytest.MonkeyPatch()
     patch.setattr(snapshot, "write_point", lambda name: gate.wait(30))
-    begun = several.begin(RunState(3), replace(MANIFEST, step=3), TEXTS, SmallShards(world), behind=True)
+    begun = several.begin(RunState(3), replace(MANIFEST, step=3), TEXTS, SmallShards(world))
     while_writing = (several.stage != 0, several.advance([several.stage] * world.size), _names(root))
     gate.set()
     outcome = several.finish()

@@ -1,6 +1,7 @@
 """The feed: the same global batch on any number of ranks, with no position of its own."""
 
 import threading
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_the_global_batch_is_the_same_list_of_samples_for_every_world(step: int)
         batches = _batches(size, step)
         assert _tokens(batches) == expected
         assert {tuple(batch.ids.listed()) for batch in batches} == {tuple(batches[0].ids.listed())}
-        assert sum(batch.checksum for batch in batches) == checksum
+        assert sum(sum(batch.checksums) for batch in batches) == checksum
         assert {batch.num_valid_tokens for batch in batches} == {24 * SEQ_LEN}
 
 
@@ -164,3 +165,22 @@ def test_closing_a_feed_ends_its_thread() -> None:
         feed.at(RunState(0))
         assert any(thread.name.startswith("feed") for thread in threading.enumerate())
     assert not any(thread.name.startswith("feed") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_first_micro_batches_are_the_same_samples_on_any_number_of_ranks(size: int) -> None:
+    """Those that two ranks, with micro-batches of two, read first; rows that fill up have ignored labels."""
+    saved = _batches(2, 5, micro_sequences=2)
+    expected = _tokens([replace(batch, micro_batches=batch.micro_batches[:1]) for batch in saved])
+    found, sums = [], set()
+    for rank in range(size):
+        with feed_of(sampler_of(SOURCES), SOURCES, rank, size, 2) as feed:
+            batches, checksum = feed.first_micro_batches(RunState(5), num_ranks=2, micro_sequences=2)
+        sums.add(checksum)
+        assert len(batches) == (2 if size == 1 else 1)
+        for batch in batches:
+            rows = torch.cat([batch.input_ids, batch.labels[:, -1:]], dim=1)
+            found += [row for row, labels in zip(rows.tolist(), batch.labels, strict=True) if labels[0] >= 0]
+            assert bool(((batch.labels >= 0).all(dim=1) | (batch.labels == IGNORED).all(dim=1)).all())
+    assert found == expected
+    assert sums == {sum(sum(batch.checksums[:2]) for batch in saved)}

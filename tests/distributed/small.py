@@ -65,7 +65,7 @@ def share(batch: GlobalBatch, world: World, micro_sequences: int) -> Batch:
             for at in range(first, first + size, micro_sequences)
         ),
         num_valid_tokens=batch.num_valid_tokens,
-        checksum=0,
+        checksums=(),
     )
 
 

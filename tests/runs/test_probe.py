@@ -1,0 +1,140 @@
+"""A loss is stored with each checkpoint, and a restored model has to have it again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ds_pretrain.checkpoint.layout import parse_manifest
+from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.world import World
+from tests.ranks import run_ranks
+from tests.runs.golden import run_rank
+from tests.runs.starts import Ended, Stop, start
+from tests.scenario import LLAMA, deepspeed_json, make_run
+
+PLAIN = {**LLAMA, "attention_dropout": 0.0}
+
+
+def _probes(out: Path) -> dict[int, Any]:
+    folders = (out / "checkpoints").glob("step_*")
+    manifests = [parse_manifest((folder / "manifest.json").read_text()) for folder in folders]
+    return {manifest.step: manifest.probe for manifest in manifests}
+
+
+def _said(out: Path) -> str:
+    return str([r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"][-1]["probe"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_p16_every_checkpoint_has_a_probe_and_a_resumed_run_has_its_loss(tmp_path: Path, stage: int) -> None:
+    """Of the step after it, or, where none comes, of the batch just trained on; with dropout, bit for bit."""
+    run_file = make_run(tmp_path, steps=6, save_every="2 steps", deepspeed=deepspeed_json(stage))
+    assert [e.code for e in run_ranks(start, 2, str(run_file), (), Stop("file", 0, 4))] == [
+        EXIT_PREEMPTED
+    ] * 2
+    probes = _probes(tmp_path / "out")
+    assert {step: probe.step for step, probe in probes.items()} == {1: 1, 2: 2, 4: 4, 5: 4}
+
+    again = run_ranks(start, 2, str(run_file))
+    assert [ended.code for ended in again] == [EXIT_FINISHED] * 2
+    assert (
+        "5 of 6 steps done; its loss on the first micro-batches of step 5 is what it was" in again[0].stdout
+    )
+    assert f"({probes[5].loss:.6f})" in again[0].stdout
+    assert _probes(tmp_path / "out")[6].step == 5
+
+
+def test_p16_the_probe_of_training_is_the_loss_of_the_restored_model_to_the_last_bit(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=6, save_every="2 steps")
+    run_ranks(run_rank, 2, str(run_file), 6, allow_kill=True)
+    newest = max(_probes(tmp_path / "out"))
+    assert newest in (2, 4)
+    losses = run_ranks(_restored_loss, 2, str(run_file))
+    assert losses == [_probes(tmp_path / "out")[newest].loss] * 2
+
+
+def _restored_loss(world: World, run_file: str) -> float:
+    from ds_pretrain import probing
+
+    losses: list[float] = []
+    mean_loss = probing._mean_loss
+
+    def kept(*args: Any) -> Any:
+        loss, checksum = mean_loss(*args)
+        losses.append(loss)
+        return loss, checksum
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(probing, "_mean_loss", kept)
+    start(world, run_file)
+    patch.undo()
+    return losses[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
+    options: dict[str, Any] = {"steps": 5, "save_every": "2 steps", "model": PLAIN, "micro_sequences": 1}
+    run_file = make_run(tmp_path, **options)
+    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+    ranks = run_ranks(start, num_ranks, str(run_file), ("batch.micro_sequences=2",))
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks
+    assert "its loss on the first micro-batches of step 3 is what it was" in ranks[0].stdout
+
+
+def test_dropout_on_other_ranks_is_not_compared_and_said(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=5, save_every="2 steps")
+    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert ended.code == EXIT_FINISHED
+    assert "cannot be compared on other ranks: the model drops out at random (attention_dropout = 0.1)" in (
+        ended.stdout
+    )
+
+
+def _start_with_another_model(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+    """The tensors are right, and what is computed with them is not."""
+    patch = pytest.MonkeyPatch()
+    logits = ZeroEngine.logits
+
+    def scaled(self: ZeroEngine, input_ids: Tensor) -> Tensor:
+        return logits(self, input_ids) * 1.01
+
+    patch.setattr(ZeroEngine, "logits", scaled)
+    ended = start(world, run_file, overrides)
+    patch.undo()
+    return ended
+
+
+def test_p16_a_model_that_computes_something_else_is_stopped_before_its_first_step(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=5, save_every="2 steps")
+    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+    steps = len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    ranks = run_ranks(_start_with_another_model, 2, str(run_file), ())
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    assert "on the first micro-batches of step 3, and had" in ranks[0].stderr
+    assert "it does not compute what they did" in ranks[0].stderr
+    assert ranks[1].stderr == ""
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == steps
+
+    ranks = run_ranks(_start_with_another_model, 2, str(run_file), ('accept_changes=["probe"]',))
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert 'accepted, as accept_changes = ["probe"] says' in _said(tmp_path / "out")
+
+
+def test_a_checkpoint_of_before_there_were_probes_is_resumed(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=5, save_every="2 steps")
+    run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
+    path = tmp_path / "out" / "checkpoints" / "step_000000003" / "manifest.json"
+    from ds_pretrain.checkpoint.layout import seal
+
+    fields = json.loads(path.read_text())
+    del fields["probe"], fields["sha256"]
+    path.write_text(seal(fields))
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert ended.code == EXIT_FINISHED
+    assert "no loss was stored with it to compare" in ended.stdout
