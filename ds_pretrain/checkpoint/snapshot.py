@@ -7,6 +7,7 @@ Masters and moments change only in the optimizer's step, so the copy is of one i
 """
 
 import copy
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_pretrain.checkpoint.layout import FileEntry
-from ds_pretrain.files import write_point
+from ds_pretrain.files import free_bytes, write_point
 from ds_pretrain.world import uses_gpu
 
 Buffers = dict[tuple[str, int], Tensor]  # host copies, kept from save to save
@@ -73,24 +74,49 @@ def write_summed(path: Path, value: Any) -> FileEntry:
     """Write bytes, or anything that torch can save, to `path`; synced, and summed while it streams.
 
     Raises:
-        OSError: as the file system said it; torch alone would hide it behind a message of its own.
+        OSError: as the file system said it; torch alone would hide it behind a message of its own. Of a full
+            disk also what the file needs, and what there is.
     """
     write_point(f"write {path.name}")
-    with path.open("wb") as file:
-        summed = _Summed(file)
-        try:
-            if isinstance(value, bytes):
-                summed.write(value)
-            else:
-                torch.save(value, cast(BinaryIO, summed))
-        except RuntimeError:
-            if summed.error is not None:
-                raise summed.error from None
+    try:
+        with path.open("wb") as file:
+            summed = _Summed(file)
+            try:
+                if isinstance(value, bytes):
+                    summed.write(value)
+                else:
+                    torch.save(value, cast(BinaryIO, summed))
+            except RuntimeError:
+                if summed.error is not None:
+                    raise summed.error from None
+                raise
+            file.flush()
+            write_point(f"sync {path.name}")
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        file.flush()
-        write_point(f"sync {path.name}")
-        os.fsync(file.fileno())
+        needed, free = _num_bytes(value, set()), free_bytes(path.parent)
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {path.name} needs {needed:,} bytes, and its disk has {free:,} left",
+        ) from None
     return FileEntry(summed.num_bytes, summed.digest.hexdigest())
+
+
+def _num_bytes(value: Any, seen: set[int]) -> int:
+    """What a file of `value` takes, about: its tensors, each once."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, Tensor):
+        is_new = value.data_ptr() not in seen
+        seen.add(value.data_ptr())
+        return value.nbytes if is_new else 0
+    if isinstance(value, dict):
+        return sum(_num_bytes(item, seen) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_num_bytes(item, seen) for item in value)
+    return 0
 
 
 class _Summed:
