@@ -15,7 +15,7 @@ from ds_pretrain.launch.command import compose
 from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
 from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.preflight import find_problems, interval_lines, open_inputs, summary
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -86,7 +86,7 @@ def check_command(words: argparse.Namespace) -> int:
     problems = find_problems(plan, inputs, world_size, _world_source(words))
     if problems:
         raise InputError(problems)
-    for line in summary(plan, inputs, world_size):
+    for line in (*summary(plan, inputs, world_size), *interval_lines(plan)):
         print(line)
     print(f"ok         {words.run_file}")
     return 0

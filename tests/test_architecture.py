@@ -25,7 +25,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         [
             *("config", "complaints", "paths", "timeline", "schedules", "state", "record", "plan"),
-            *("deepspeed_json", "deepspeed_keys", "deepspeed_values"),
+            *("deepspeed_json", "deepspeed_keys", "deepspeed_values", "interval"),
         ],
         1,
     ),

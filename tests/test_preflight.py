@@ -1,12 +1,14 @@
 """What a start is told before an engine is opened: problems, and the resolved run."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ds_pretrain.cli import main
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.preflight import find_problems, interval_lines, open_inputs, summary
 from ds_pretrain.schedules import Wsd
 from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
 
@@ -169,3 +171,60 @@ def test_problems_of_all_parts_come_in_one_list(tmp_path: Path) -> None:
     ):
         assert any(piece in problem for problem in problems), piece
     assert len(problems) == len(set(problems))
+
+
+def _measured(out: Path, *records: dict[str, object]) -> None:
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+STEP = {"event": "step", "step_seconds": 2.0}
+SAVE = {"event": "checkpoint", "stall_seconds": 0.5, "total_seconds": 8.0}
+
+
+def test_how_often_to_save_is_said_from_what_was_measured(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, save_every="100 steps"), ["checkpoint.mtbf=8 h"])
+    _measured(plan.out, STEP, SAVE, {"event": "resume", "restore_seconds": 40.0})
+    assert list(interval_lines(plan)) == [
+        "saves      measured: training stands still for 0.5 s, a checkpoint is complete after 8 s, a restore "
+        "takes 40 s",
+        "           a save every 2.8 min loses least: 0.76% of the time is expected to be lost (Daly 2006; "
+        "Young 1974 says 2.8 min)",
+        "           checkpoint.every is about 3.3 min at present: 0.76% is expected to be lost",
+    ]
+
+
+def test_of_several_triggers_the_first_to_come_is_the_interval(tmp_path: Path) -> None:
+    every = 'checkpoint.every=["100 steps", "4_000 tokens", "10 min"]'  # 200 s, 32 steps = 64 s, 600 s
+    plan = load_plan(make_run(tmp_path), [every, "checkpoint.mtbf=8 h"])
+    _measured(plan.out, STEP, SAVE)
+    lines = list(interval_lines(plan))
+    assert "a restore takes an unknown time" in lines[0]
+    assert "about 64 s at present" in lines[2]
+
+
+def test_a_stall_above_its_share_is_a_warning(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, save_every="4 steps"), ["checkpoint.mtbf=8 h"])
+    _measured(plan.out, STEP, SAVE)
+    assert list(interval_lines(plan))[-1].startswith(
+        "warning    training stands still for 0.5 s at a save, 6.2%"
+    )
+    allowed = load_plan(plan.run_path, ["checkpoint.mtbf=8 h", "checkpoint.stall_share=0.1"])
+    assert not any(line.startswith("warning") for line in interval_lines(allowed))
+
+
+def test_what_the_advice_needs_is_one_line(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path))
+    mtbf = 'checkpoint.mtbf, the mean time between failures here (like "8 h")'
+    save = "a first save of this run, to be measured"
+    assert list(interval_lines(plan)) == [f"saves      advice on checkpoint.every needs {mtbf} and {save}"]
+    assert list(interval_lines(load_plan(plan.run_path, ["checkpoint.mtbf=8 h"]))) == [
+        f"saves      advice on checkpoint.every needs {save}"
+    ]
+    _measured(plan.out, SAVE)
+    assert list(interval_lines(plan)) == [f"saves      advice on checkpoint.every needs {mtbf}"]
+
+
+def test_check_ends_with_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(make_run(tmp_path))]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].startswith("saves      advice on checkpoint.every needs")
