@@ -40,7 +40,7 @@ __all__ = ["Order", "Rounds", "Shipper", "ship"]
 LOCK = ".ship.lock"
 IDLE_SECONDS = 1.0  # between looks for something new
 _SLOWEST_SECONDS = 60.0  # between tries
-_SLOWEST_WAIT_SECONDS = 8.0  # between looks whether other hosts are done
+_SLOWEST_WAIT_SECONDS = 4.0  # between looks whether other hosts are done
 _REOPEN_AFTER = 5  # failures in a row: credentials may have been renewed
 _CLOSE_SECONDS = 5.0
 

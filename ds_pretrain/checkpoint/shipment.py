@@ -162,8 +162,9 @@ def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps
         if step != calm and not marked(step, PINNED) and not unseen & set(remote.names(step)):
             write_point("ship prune")
             remote.delete(step)
+    on_their_way = {step_of(folder.name) for folder in unshipped(root)}
     for step in remote.folders():
-        if there and step < there[0] and step not in there and step not in here:
+        if there and step < there[0] and step not in there and step not in on_their_way:
             remote.delete(step)
 
 
