@@ -1,0 +1,282 @@
+"""`ds-pretrain verify-resume`: what it proves on real ranks, and that it finds what is planted."""
+
+import fcntl
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain import partitions
+from ds_pretrain import train as train_module
+from ds_pretrain.checkpoint import store
+from ds_pretrain.cli import main
+from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.errors import InputError, Preempted
+from ds_pretrain.plan import load_plan
+from ds_pretrain.run_directory import RunLock
+from ds_pretrain.stop import StopSignal
+from ds_pretrain.verify_resume import Place, first_difference, verify_resume
+from ds_pretrain.world import World
+from tests.ranks import run_ranks
+from tests.scenario import LLAMA, make_run
+
+K = 2
+NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # so that a random stream bears on nothing else
+Plant = Callable[[World, list[Any], pytest.MonkeyPatch], None]  # does harm to a start that has resumed
+
+
+def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Two real launches of two ranks; the run file's own places and services are left alone."""
+    run_file = make_run(tmp_path / "run", save_every="1 steps")
+    text = run_file.read_text().replace(
+        "keep = 20", f'keep = 1\nlocal = "{tmp_path}/nvme"\nship_to = "s3://no"'
+    )
+    run_file.write_text(text + 'wandb = "online"\n')
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ds_pretrain",
+            "verify-resume",
+            str(run_file),
+            "--ranks",
+            "2",
+            "--steps",
+            str(K),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "bitwise equal: 75 tensors, 2 steps, 6 random streams on 2 ranks"
+    assert "resumed " in done.stdout
+    assert f"{tmp_path}/nvme" not in done.stdout
+    assert not (tmp_path / "nvme").exists()
+    assert not (tmp_path / "run/out").exists()
+    assert not (tmp_path / "run/out.verify-resume").exists()
+
+
+def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequence[str], plant: Any) -> int:
+    """One start, as `train.main` makes it; `plant` acts once a checkpoint has been restored."""
+    engines: list[Any] = []
+    patch = pytest.MonkeyPatch()
+    open_engine, restore = train_module.open_run_engine, store.restore
+
+    def opened(*args: Any) -> Any:
+        engines.append(open_engine(*args))
+        return engines[-1]
+
+    def restored(*args: Any) -> Any:
+        state = restore(*args)
+        if plant is not None:
+            plant(world, engines, patch)
+        return state
+
+    patch.setattr(train_module, "open_run_engine", opened)
+    patch.setattr(store, "restore", restored)
+    plan = load_plan(run_file, overrides)
+    wish = train_module.Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
+    with StopSignal(plan.out, world) as stop:
+        try:
+            train_module.train(plan, world, stop, RunLock(plan), wish)
+        except Preempted as error:
+            return error.exit_code
+    return 0
+
+
+def nothing(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+    """No harm."""
+
+
+def draws_a_random_number(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+    if world.rank == 1:
+        random.random()
+
+
+def spoils_a_moment(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+    for part in partitions.parts(engines[0]._engine):
+        if part.name == "lm_head.weight":
+            part.moments["exp_avg"].mul_(1.5)
+
+
+def reads_other_samples(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+    ids = Sampler.ids
+    patch.setattr(Sampler, "ids", lambda self, step, ledger: ids(self, step + (step == 2 * K - 1), ledger))
+
+
+PLANTS: dict[str, tuple[Plant, list[str]]] = {
+    "a random stream": (draws_a_random_number, ["rank 1: the random stream of python differs"]),
+    "an optimizer's moment": (
+        spoils_a_moment,
+        ["step 4: its loss differs: ", "lm_head.weight  exp_avg  relat"],
+    ),
+    "other samples": (
+        reads_other_samples,
+        ["step 4: its samples differ (batch_checksum): ", "lm_head.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("plant", "named"), PLANTS.values(), ids=PLANTS)
+def test_what_a_resume_changes_is_named(
+    plant: Plant, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = str(make_run(tmp_path, model=NO_DROPOUT))
+    plants = iter([None, plant])
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        codes = run_ranks(_train, 2, run_file, tuple(overrides), tuple(flags), next(plants))
+        return int(codes[0])
+
+    assert verify_resume(run_file, (), K, start) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "a resumed run is not the uninterrupted one; docs/operations.md says what to look at" in said
+    findings = said[said.index("verify-resume: the second launch") + 2 : -1]
+    for line in named:
+        assert any(finding.startswith(line) for finding in findings), findings
+    assert findings[0].startswith(named[0])
+    assert len(findings) == 1 or plant is not draws_a_random_number
+    assert said[-1] == f"kept for a closer look: {tmp_path}/out.verify-resume"
+    assert Place(tmp_path / "out.verify-resume").straight(2 * K).is_dir()
+
+
+def _fake(place: Place, code: int, *saved: int) -> Callable[[Sequence[str], Sequence[str]], int]:
+    """A launch that only leaves folders with a checkpoint's name."""
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        for step in saved:
+            place.saved(step).mkdir(parents=True)
+        return code
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("code", "saved", "expected", "said"),
+    [
+        (
+            2,
+            (),
+            2,
+            "the first launch ended with code 2, and there is no checkpoint of step 3; nothing is proven",
+        ),
+        (75, (1, 3), 75, "the first launch ended with code 75, and there is no checkpoint of step 6"),
+        (0, (), 1, "the first launch ended with code 0, and there is no checkpoint of step 3"),
+        (1, (3, 6), 1, "the first launch ended with code 1; nothing is proven"),
+    ],
+)
+def test_a_launch_that_does_not_come_to_its_end_proves_nothing(
+    code: int,
+    saved: tuple[int, ...],
+    expected: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    assert verify_resume(run_file, (), 3, _fake(place, code, *saved)) == expected
+    out = capsys.readouterr().out
+    assert said in out
+    assert f"kept for a closer look: {place.folder}" in out
+
+
+def test_the_launches_get_a_folder_of_their_own_and_nothing_that_bears_on_the_numbers(tmp_path: Path) -> None:
+    run_file = str(make_run(tmp_path))
+    given: list[tuple[Sequence[str], Sequence[str]]] = []
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        given.append((overrides, flags))
+        return 1
+
+    own = ("schedule.peak=2e-3", f"out={tmp_path}/elsewhere", "resume_from=/a", "checkpoint.ship_to=s3://b")
+    verify_resume(run_file, own, 3, start)
+    [(overrides, flags)] = given
+    before, after = load_plan(run_file), load_plan(run_file, overrides)
+    assert after.out == tmp_path / "elsewhere.verify-resume/run"
+    assert after.run.schedule.peak == 2e-3
+    assert (after.run.resume_from, after.run.checkpoint.ship_to) == (None, None)
+    assert [str(every) for every in after.run.checkpoint.every] == ["3 steps"]
+    assert after.run.monitor.wandb == "off"
+    kept = {"batch", "sources", "phases", "validation", "model", "seed", "name", "deepspeed"}
+    assert after.run.model_dump(include=kept) == before.run.model_dump(include=kept)
+    assert flags == ["--stop-after", "6"]
+
+
+def test_a_run_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = str(make_run(tmp_path, steps=12))
+    assert main(["verify-resume", run_file, "--ranks", "1", "--steps", "7"]) == 2
+    assert "schedule.length is 12 steps, and the proof trains 14 (twice --steps 7)" in capsys.readouterr().err
+    assert main(["verify-resume", run_file, "--ranks", "1", "--steps", "0"]) == 2
+    assert "--steps 0: give 1 or more" in capsys.readouterr().err
+    assert not (tmp_path / "out.verify-resume").exists()
+
+
+def test_somebody_elses_folder_is_left_alone_and_an_earlier_proof_is_replaced(tmp_path: Path) -> None:
+    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    place.straight(6).mkdir(parents=True)
+    with pytest.raises(InputError, match="was not made by verify-resume, which needs a folder of that name"):
+        verify_resume(run_file, (), 3, _fake(place, 1))
+    assert place.straight(6).is_dir()
+    lock = place.folder / "verify-resume.lock"
+    lock.touch()
+    assert verify_resume(run_file, (), 3, _fake(place, 1)) == 1
+    assert [path.name for path in place.folder.iterdir()] == [lock.name]
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another verify-resume of this run is at work"):
+            verify_resume(run_file, (), 3, _fake(place, 1))
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    run_file = str(make_run(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write there"):
+        verify_resume(run_file, (f"out={tmp_path}/file/out",), 3, _fake(Place(tmp_path), 1))
+
+
+RECORD = {
+    "batch_checksum": 5,
+    "samples": 8,
+    "num_valid_tokens": 128,
+    "learning_rate": 0.1,
+    "loss": math.nan,
+    "z_loss": None,
+    "grad_norm": 1.0,
+    "update_applied": True,
+}
+OTHER = {
+    "batch_checksum": (6, "step 4: its samples differ (batch_checksum): 5 uninterrupted, 6 resumed"),
+    "samples": (9, "step 4: it stands at another sample: 8 uninterrupted, 9 resumed"),
+    "num_valid_tokens": (7, "step 4: its number of valid tokens differs: 128 uninterrupted, 7 resumed"),
+    "learning_rate": (0.2, "step 4: its learning rate differs: 0.1 uninterrupted, 0.2 resumed"),
+    "loss": (1.5, "step 4: its loss differs: nan uninterrupted, 1.5 resumed"),
+    "z_loss": (0.0, "step 4: its z-loss differs: null uninterrupted, 0.0 resumed"),
+    "grad_norm": (1.0000000000000002, "step 4: its gradient norm differs: 1.0 uninterrupted, 1.00000000000"),
+    "update_applied": (
+        False,
+        "step 4: its update was applied in one of them only: true uninterrupted, false",
+    ),
+}
+
+
+@pytest.mark.parametrize(("field", "other", "line"), [(f, *o) for f, o in OTHER.items()], ids=OTHER)
+def test_the_first_step_that_differs_is_named_with_what_differs(field: str, other: Any, line: str) -> None:
+    straight = {step: dict(RECORD) for step in (3, 4, 5)}
+    resumed = {3: dict(RECORD), 4: {**RECORD, field: other}, 5: {**RECORD, "batch_checksum": 0}}
+    found = first_difference(straight, resumed, range(3, 6))
+    assert found is not None
+    assert found.startswith(line)
+
+
+def test_steps_alike_have_no_difference_and_a_step_without_a_record_is_one() -> None:
+    records = {step: {**RECORD, "loss": float("nan")} for step in (3, 4)}
+    assert first_difference(records, {step: dict(RECORD) for step in (3, 4)}, range(3, 5)) is None
+    missing = "run has no record of it in metrics.jsonl"
+    assert first_difference(records, {3: RECORD}, range(3, 5)) == f"step 4: the resumed {missing}"
+    assert first_difference({}, records, range(3, 5)) == f"step 3: the uninterrupted {missing}"
