@@ -174,7 +174,12 @@ def _held(folder: Path) -> Iterator[None]:
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-        yield
+        try:
+            yield
+        except InputError:
+            if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
+                shutil.rmtree(folder)
+            raise
 
 
 def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequence[int]) -> int | None:
