@@ -241,6 +241,23 @@ def test_a_file_that_arrives_damaged_is_sent_once_more(
     assert remote.read(20, "manifest.json") is None
 
 
+def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_there(
+    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, remote = _publish(tmp_path / "here", 10), open_remote(folder_place)
+    write = Remote.write
+
+    def cut(self: Remote, step: int, name: str, content: bytes) -> None:
+        write(self, step, name, content[:-1] if name == "manifest.json" else content)
+
+    monkeypatch.setattr(Remote, "write", cut)
+    with pytest.raises(OSError, match="the manifest of step 10 reads back as something else"):
+        ship(folder, remote, 0, 1)
+    assert not is_shipped(folder)
+    monkeypatch.undo()
+    assert ship(folder, remote, 0, 1) is Progress.SHIPPED
+
+
 def test_a_checkpoint_that_is_broken_here_is_told_and_does_not_hold_up_others(
     folder_place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +490,22 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
     assert rounds.round() == 0
     monkeypatch.setattr(process, "ship", refuse)
     assert rounds.round() == 1
+
+
+def test_after_several_failures_the_place_is_opened_anew_with_credentials_that_may_be_new(
+    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def refuse(*args: object) -> Progress:
+        raise OSError("vault: the token has expired")
+
+    monkeypatch.setattr(process, "ship", refuse)
+    monkeypatch.setattr(process, "open_remote", lambda place: (opened.append(1), open_remote(place))[1])
+    _publish(tmp_path / "here", 10)
+    rounds = Rounds(_order(tmp_path / "here", folder_place))
+    counts = [(rounds.round(), len(opened))[1] for _ in range(12)]
+    assert counts == [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
 
 
 def test_old_copies_that_cannot_be_deleted_are_told_and_shipping_goes_on(
