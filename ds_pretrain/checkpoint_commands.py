@@ -12,7 +12,7 @@ EXIT_DIFFERENT = 1  # of `diff`, as that of diff(1)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the words of the command."""
-    parser.add_argument("run", metavar="RUN", help="the run directory, or its run file")
+    parser.add_argument("run", metavar="RUN", help="a run directory, a run file, or a folder of checkpoints")
     parser.add_argument("action", nargs="?", default="list", choices=tuple(_ACTIONS), help="default: list")
     parser.add_argument(
         "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
@@ -23,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def checkpoints_command(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
-    run = Path(words.run)
-    root = (run if run.is_dir() else load_plan(run).out) / "checkpoints"
+    root = _root(Path(words.run))
     if words.all and words.action != "verify":
         raise InputError(f"checkpoints {words.action}: --all belongs to verify")
     if words.all and words.names:
@@ -37,6 +36,15 @@ def checkpoints_command(words: argparse.Namespace) -> int:
             f"`checkpoints RUN {words.action}{' 1000' * expected[-1]}`"
         )
     return _ACTIONS[words.action](root, words.names)
+
+
+def _root(run: Path) -> Path:
+    """The folder of checkpoints that is meant: of a run directory, of a run file's, or itself."""
+    from ds_pretrain.checkpoint.layout import published
+
+    if run.is_dir() and published(run):
+        return run
+    return (run if run.is_dir() else load_plan(run).out) / "checkpoints"
 
 
 def _list(root: Path, names: list[str]) -> int:

@@ -65,6 +65,14 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
     assert cells(capsys.readouterr().out.splitlines()[2])[7] == "-"
 
 
+def test_a_folder_of_checkpoints_anywhere_can_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = (made(tmp_path) / "checkpoints").rename(tmp_path / "vault")
+    assert main(["checkpoints", str(elsewhere)]) == 0
+    assert [cells(line)[0] for line in capsys.readouterr().out.splitlines()] == ["step", "20", "10"]
+
+
 def test_spans_and_sizes_are_said_in_the_unit_that_matters() -> None:
     spans = {-3: "0 s", 59.9: "59 s", 60: "1 min", 7_199: "1 h", 86_399: "23 h", 5 * 86_400: "5 d"}
     assert {seconds: ago(seconds) for seconds in spans} == spans
@@ -178,9 +186,10 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(
     assert "has no checkpoint of step 30; it has: 20, 10" in capsys.readouterr().err
     assert main(["checkpoints", str(out), "verify", "newest"]) == 2
     assert "'newest' is no step; give a whole number" in capsys.readouterr().err
-    assert main(["checkpoints", str(tmp_path / "out" / "checkpoints")]) == 0
+    (tmp_path / "new").mkdir()
+    assert main(["checkpoints", str(tmp_path / "new")]) == 0
     assert "holds no checkpoint" in capsys.readouterr().out
-    assert main(["checkpoints", str(tmp_path / "out" / "checkpoints"), "verify"]) == 0
+    assert main(["checkpoints", str(tmp_path / "new"), "verify"]) == 0
     assert "holds no checkpoint" in capsys.readouterr().out
 
 
