@@ -111,6 +111,26 @@ def test_p47_secrets_stay_here_unless_a_person_put_them_into_the_environment_fil
     assert withheld == ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
+def test_how_a_store_is_reached_goes_to_the_other_hosts_and_its_secrets_do_not(tmp_path: Path) -> None:
+    plain = {
+        "AWS_ENDPOINT_URL": "http://store:9000",
+        "AWS_PROFILE": "train",
+        "GOOGLE_CLOUD_PROJECT": "llama",
+        "AZURE_STORAGE_ACCOUNT_NAME": "vault",
+        "FSSPEC_S3_ENDPOINT_URL": "http://store:9000",
+    }
+    secret = {
+        "AWS_SECRET_ACCESS_KEY": "a",
+        "AWS_SESSION_TOKEN": "b",
+        "AZURE_STORAGE_CONNECTION_STRING": "AccountKey=c",
+        "FSSPEC_S3": '{"secret": "d"}',
+        "GOOGLE_APPLICATION_CREDENTIALS": "e",
+    }
+    shipped, withheld = variables_to_ship(plain | secret, tmp_path)
+    assert shipped.items() >= plain.items()
+    assert withheld == tuple(sorted(secret))
+
+
 def test_secrets_are_known_by_their_names() -> None:
     assert all(
         map(is_secret, ["WANDB_API_KEY", "HF_TOKEN", "X_SECRET", "aws_secret_access_key", "DB_PASSWORD"])
