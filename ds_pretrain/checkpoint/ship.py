@@ -243,8 +243,10 @@ def _alone(lock: IO[str], order: Order) -> None:
 
 
 def _say(text: str) -> None:
+    """One line, in one piece: others write there too."""
     with contextlib.suppress(OSError):
-        print(f"ds_pretrain: {' '.join(scrubbed(text).split())}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"ds_pretrain: {' '.join(scrubbed(text).split())}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -587,6 +587,31 @@ def test_no_message_of_the_process_shows_a_credential(
     assert told.count("\n") == 1
 
 
+def test_not_even_an_error_that_nobody_foresaw_shows_a_credential_or_a_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_PASSWORD", "open sesame")
+
+    def leak(*args: object) -> Progress:
+        raise ValueError("it said\n  open sesame")
+
+    monkeypatch.setattr(process, "ship", leak)
+    _publish(tmp_path / "here", 10)
+    Rounds(_order(tmp_path / "here", str(tmp_path))).round()
+    assert "yet: it said [hidden]; trying again" in capsys.readouterr().err
+    order = json.dumps(asdict(_order(tmp_path / "open sesame", "nowhere")))
+    command = [sys.executable, "-m", "ds_pretrain.checkpoint.ship", order]
+    stdin, kept_open = os.pipe()
+    done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)
+    os.close(stdin)
+    os.close(kept_open)
+    assert done.stderr == (
+        "ds_pretrain: shipping ends: FileNotFoundError: [Errno 2] No such file or directory: "
+        f"'{tmp_path}/[hidden]/.ship.lock'\n"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 def test_one_process_at_a_time_ships_from_a_folder(
     folder_place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -639,11 +664,12 @@ from pathlib import Path
 from ds_pretrain.checkpoint.ship import Shipper
 shipper = Shipper(Path(sys.argv[1]), sys.argv[2], 0, 1, 10, None)
 shipper.start()
-if os.fork() == 0:  # as a worker would, it holds the input of the process open
-    time.sleep(30)
+worker = os.fork()
+if worker == 0:  # it holds the input of the process open
+    time.sleep(600)
     os._exit(0)
-print(shipper._process.pid, flush=True)
-time.sleep(60)
+print(shipper._process.pid, worker, flush=True)
+time.sleep(600)
 """
 
 
@@ -652,10 +678,14 @@ def test_it_does_not_outlive_a_killed_parent(folder_place: str, tmp_path: Path) 
     command = [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path / "here"), folder_place]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        _wait_for(lambda: not process.unshipped(tmp_path / "here"), "the process at work")
-        parent.kill()
-        _wait_for(lambda: not _is_alive(child), "the end of the process")
+        child, worker = map(int, parent.stdout.readline().split())
+        try:
+            _wait_for(lambda: not process.unshipped(tmp_path / "here"), "the process at work")
+            parent.kill()
+            _wait_for(lambda: not _is_alive(child), "the end of the process")
+        finally:
+            parent.kill()
+            os.kill(worker, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:
