@@ -31,6 +31,7 @@ from ds_pretrain.files import checksum
 from ds_pretrain.world import World
 
 WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
+BUFFER, FROZEN = "buffer", "frozen"
 _COUNTERS = ("global_steps", "skipped_steps")
 
 
@@ -89,7 +90,8 @@ def _of_shards(folder: Path) -> Contents:
         (name, kind): partial(source.whole, name, kind) for name in source.names for kind in source.kinds
     }
     tensors |= {(name, WEIGHT): partial(_same, value) for name, value in source.weights().items()}
-    tensors |= _rest(source.buffers(), source.frozen())
+    tensors |= {(name, BUFFER): partial(_same, value) for name, value in source.buffers().items()}
+    tensors |= {(name, FROZEN): partial(source.whole_frozen, name) for name in source.frozen}
     steps = sorted(source.steps())
     optimizer = {
         "steps": steps[0] if len(steps) == 1 else steps,
@@ -110,7 +112,8 @@ def _of_universal(folder: Path) -> Contents:
         if path.stem != "step"
     }
     rest = _load(folder / "rest.pt")
-    tensors |= _rest(rest["buffers"], rest["frozen"])
+    tensors |= {(name, BUFFER): partial(_same, value) for name, value in rest["buffers"].items()}
+    tensors |= {(name, FROZEN): partial(_same, value) for name, value in rest["frozen"].items()}
     options = _load(folder / "zero" / "optimizer_state.pt")["param_groups"]
     model = _load(next(folder.glob("*_model_states.pt")))
     values = {
@@ -128,13 +131,6 @@ def _ranks(count: int) -> str:
 
 def _same(value: Tensor) -> Tensor:
     return value
-
-
-def _rest(
-    buffers: Mapping[str, Tensor], frozen: Mapping[str, Tensor]
-) -> dict[tuple[str, str], Callable[[], Tensor]]:
-    kinds = {"buffer": buffers, "frozen": frozen}
-    return {(name, kind): partial(_same, v) for kind, named in kinds.items() for name, v in named.items()}
 
 
 def _universal_tensor(path: Path) -> Tensor:

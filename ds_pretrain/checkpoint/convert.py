@@ -215,7 +215,10 @@ def _write_global(source: Source, result: Path) -> None:
         },
         result / "zero" / "optimizer_state.pt",
     )
-    rest = {"buffers": source.buffers(), "frozen": source.frozen()}
+    rest = {  # copies: a tensor mapped from a file would be saved with all of that file
+        "buffers": {name: value.clone() for name, value in source.buffers().items()},
+        "frozen": {name: source.whole_frozen(name).clone() for name in source.frozen},
+    }
     torch.save(rest, result / "rest.pt")
     kept = {key: source.model.get(key) for key in (*_COUNTERS, *_ALSO_KEPT)}
     for path in result.glob("*_model_states.pt"):

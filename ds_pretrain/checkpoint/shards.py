@@ -120,24 +120,28 @@ class Source:
 
     def buffers(self) -> dict[str, Tensor]:
         """Every persistent buffer."""
-        return {name: self.model["module"][name].clone() for name in self.model.get("buffer_names") or ()}
+        return {name: self.model["module"][name] for name in self.model.get("buffer_names") or ()}
 
-    def frozen(self) -> dict[str, Tensor]:
-        """Every parameter that no optimizer owns, whole."""
+    @property
+    def frozen(self) -> list[str]:
+        """The parameters that no optimizer owns."""
+        if self.stage == 3:
+            return list(self.model.get("frozen_param_shapes") or {})
+        others = {*self.names, *self.buffers(), *(self.model.get("shared_params") or {})}
+        return [name for name in self.model["module"] if name not in others]
+
+    def whole_frozen(self, name: str) -> Tensor:
+        """A frozen parameter, in its shape."""
         if self.stage < 3:
-            module, shared = self.model["module"], self.model.get("shared_params") or {}
-            others = {*self.names, *self.buffers(), *shared}
-            return {name: value.clone() for name, value in module.items() if name not in others}
-        shapes = self.model.get("frozen_param_shapes") or {}
-        if not shapes:
-            return {}
-        models = [load_pickle(path) for path in self.model_files]
-        return {
-            name: torch.cat([m["frozen_param_fragments"][name].reshape(-1) for m in models])[
-                : prod(shape)
-            ].reshape(shape)
-            for name, shape in shapes.items()
-        }
+            value: Tensor = self.model["module"][name]
+            return value
+        shape = self.model["frozen_param_shapes"][name]
+        pieces = [model["frozen_param_fragments"][name].reshape(-1) for model in self._models]
+        return torch.cat(pieces)[: prod(shape)].reshape(shape)
+
+    @cached_property
+    def _models(self) -> list[Any]:
+        return [load_pickle(path) for path in self.model_files]
 
     def weights(self) -> dict[str, Tensor]:
         """What the model computes with, where shards hold it apart from the masters: ZeRO-1 and 2."""
