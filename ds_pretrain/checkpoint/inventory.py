@@ -17,13 +17,12 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.retention import CALM, PINNED
+from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped
 from ds_pretrain.checkpoint.store import broken_reason
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import checksum, write_atomic
 from ds_pretrain.world import World
 
-SHIPPED = "shipped"  # a file in a checkpoint's folder: a copy elsewhere is complete
 VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
 _HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "shipped", "verified")
 
@@ -55,7 +54,7 @@ def entries(root: Path) -> Iterator[Entry]:
             reason,
             is_calm=(folder / CALM).exists(),
             is_pinned=(folder / PINNED).exists(),
-            is_shipped=(folder / SHIPPED).exists(),
+            is_shipped=is_shipped(folder),
             verified_at=_verified_at(folder),
         )
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.checkpoint import inventory
-from ds_pretrain.checkpoint.inventory import SHIPPED, VERIFIED, ago, listed, size
+from ds_pretrain.checkpoint.inventory import VERIFIED, ago, listed, size
 from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest, step_name
-from ds_pretrain.checkpoint.retention import CALM
+from ds_pretrain.checkpoint.retention import CALM, SHIPPED, manifest_sum
 from ds_pretrain.cli import main
 from ds_pretrain.world import World
 from tests.checkpoint.test_store import _save as save
@@ -40,7 +40,9 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
     out = made(tmp_path)
     root = out / "checkpoints"
     (root / step_name(10) / CALM).touch()
-    (root / step_name(10) / SHIPPED).touch()
+    shipped = {"manifest": manifest_sum((root / step_name(10) / MANIFEST).read_bytes())}
+    (root / step_name(10) / SHIPPED).write_text(json.dumps(shipped))
+    (root / step_name(20) / SHIPPED).write_text(json.dumps(shipped))  # of another save
     assert main(["checkpoints", str(out), "pin", "20"]) == 0
     assert main(["checkpoints", str(make_run(tmp_path))]) == 0  # by its run file
     kept, header, newest, older = capsys.readouterr().out.splitlines()
