@@ -13,12 +13,14 @@ added: buffers, frozen parameters, and everything of ours. Runs in one process, 
        universal.json                                          every file with size and checksum; written last
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -57,9 +59,33 @@ def convert(folder: Path) -> Path:
     A half-written earlier attempt is thrown away and done again.
 
     Raises:
-        InputError: this checkpoint cannot be converted, or the disk is too small.
+        InputError: it cannot be converted, another program does it now, or the disk is too small.
         RunError: DeepSpeed's tool failed (its last words are in the message), or its result is not right.
     """
+    with _alone(folder):
+        return _converted(folder)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a checkpoint against a second conversion, which would throw the first one's work away."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(
+            f"{folder} is being converted by another program; wait until {cache_of(folder).name} is there"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _converted(folder: Path) -> Path:
     target, workspace = cache_of(folder), workspace_of(folder)
     _check_space(folder)
     source = _convertible(folder)
