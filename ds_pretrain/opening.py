@@ -5,12 +5,15 @@ import json
 import platform
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 
+from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint.remote import open_remote, remote_at
 from ds_pretrain.checkpoint.rng import seed_streams
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.sampler import make_sampler
@@ -18,7 +21,7 @@ from ds_pretrain.data.validation import ValidationSet, make_validation_set
 from ds_pretrain.deepspeed_json import resolve_deepspeed, uses_bf16
 from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
 from ds_pretrain.errors import InputError, agreed
-from ds_pretrain.files import write_atomic
+from ds_pretrain.files import ensure_writable_folder, write_atomic
 from ds_pretrain.models.build import build_model, rehearse_build
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
@@ -89,6 +92,77 @@ def require_shared_folder(folder: Path, world: World) -> None:
                 "on a file system that all hosts share"
             )
         )
+
+
+def open_places(plan: Plan, world: World) -> Places:
+    """Where this run's checkpoints are, proved to be there and to be what the run file says. Collective.
+
+    Raises:
+        InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
+    """
+    per_host = plan.run.checkpoint.local is not None
+    places = Places(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
+    if per_host:
+        _require_own_folders(places, world)
+    if plan.ship_to is None:
+        return places
+    remote, problems = None, []
+    try:
+        if world.is_main:
+            remote = open_remote(plan.ship_to)  # proves it, once
+        remote = remote or remote_at(plan.ship_to)
+    except InputError as error:
+        problems = list(error.problems)
+    if everyone := list(dict.fromkeys(p for found in gather_objects(world, problems) for p in found)):
+        raise agreed(InputError(everyone))
+    return replace(places, remote=remote)
+
+
+def label_place(places: Places, record: RunRecord) -> None:
+    """Say at the remote place whose checkpoints lie there. On rank 0.
+
+    Raises:
+        InputError: they are another run's.
+    """
+    if places.remote is None:
+        return
+    mine = {"name": record.name, "run": record.wandb_id}
+    found = places.remote.label()
+    if found is None:
+        places.remote.set_label(json.dumps(mine).encode())
+    elif found != json.dumps(mine).encode():
+        raise InputError(
+            f"checkpoint.ship_to = {places.remote.place} holds the checkpoints of another run "
+            f"({found.decode(errors='replace')[:200]}), and this one is {json.dumps(mine)}; give each run a "
+            "place of its own"
+        )
+
+
+def _require_own_folders(places: Places, world: World) -> None:
+    """Make sure that no two hosts save to one folder, where each has to have its own. Collective."""
+    word = f".host_{world.rank:05d}"
+    problem, mine = None, uuid.uuid4().hex
+    if places.leads(world):
+        try:
+            ensure_writable_folder(places.root, "checkpoint.local")
+            write_atomic(places.root / word, mine)
+        except InputError as error:
+            problem = str(error)
+    told = gather_objects(world, (platform.node(), word if places.leads(world) else None, mine, problem))
+    problems = [p for _, _, _, p in told if p is not None]
+    seen = [
+        node
+        for node, other, token, _ in told
+        if other not in (None, word) and _reads(places.root / other, token)
+    ]
+    for sees in gather_objects(world, (platform.node(), seen) if places.leads(world) else ("", [])):
+        problems += [
+            f"checkpoint.local = {places.root.parent} is one folder on {sees[0]} and on {node}; name one of "
+            "each host's own, or leave it out if all hosts share it"
+            for node in sees[1]
+        ]
+    if problems:
+        raise agreed(InputError(list(dict.fromkeys(problems))))
 
 
 def _reads(path: Path, expected: str) -> bool:

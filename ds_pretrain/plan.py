@@ -6,6 +6,7 @@ it: the timeline and the schedule. Building one reads three files and nothing el
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ class Plan:
     @property
     def out(self) -> Path:
         return Path(self.run.out)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where a host saves: in the run directory, or in a folder of its own that no other run uses."""
+        local = self.run.checkpoint.local
+        if local is None:
+            return self.out / "checkpoints"
+        return Path(local) / f"{self.run.name}-{sha256(str(self.out.absolute()).encode()).hexdigest()[:8]}"
+
+    @property
+    def ship_to(self) -> str | None:
+        """Where checkpoints are copied to."""
+        section = self.run.checkpoint
+        shared = str(self.out / "checkpoints") if section.local is not None else None
+        return section.ship_to or shared
 
     @property
     def last_step(self) -> int:

@@ -41,6 +41,7 @@ class RunRecord:
     attempt: int  # starts so far
     wandb_id: str
     saved_step: int | None  # of the newest checkpoint ever published
+    origin: str | None = None  # the checkpoint that it began from, if it began from another run's
     changes: tuple[Mapping[str, Any], ...] = ()  # what `accept_changes` let through, and at which attempt
     overrides: tuple[str, ...] = ()  # of the command line, at the last start
 
@@ -157,16 +158,20 @@ class RunLock:
 class KnownRun:
     """What a checkpoint remembers of its run: enough to go on where `run.json` was lost."""
 
+    folder: str
     step: int
     attempt: int
     wandb_id: str | None
     identity: Mapping[str, Any]
 
 
-def claim(plan: Plan, data: Mapping[str, str], known: KnownRun | None) -> RunRecord:
+def claim(
+    plan: Plan, data: Mapping[str, str], known: KnownRun | None, origin: KnownRun | None = None
+) -> RunRecord:
     """Count one more start of the run in its directory. On rank 0 only, which holds the lock.
 
-    `known` is what the checkpoint to go on from remembers, None if there is none.
+    `known` is what the checkpoint to go on from remembers, None if there is none; `origin` is what another
+    run's checkpoint remembers that this run begins from, which agrees with it in all but the name.
 
     Raises:
         InputError: the directory or the checkpoint is of another run, or the checkpoints are lost.
@@ -189,6 +194,11 @@ def claim(plan: Plan, data: Mapping[str, str], known: KnownRun | None) -> RunRec
             "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
         )
     record = before or RunRecord(plan.run.name, identity, 0, uuid.uuid4().hex[:12], None)
+    if origin is not None and before is None:
+        began = replace(record, identity={**origin.identity, "name": plan.run.name}, origin=origin.folder)
+        if origin.identity and (problems := _differences(plan, began, data)):
+            raise InputError(problems)
+        record = began if origin.identity else replace(record, origin=origin.folder)
     attempt = record.attempt + 1
     changes = [
         {"attempt": attempt, "field": path, "old": old, "new": new}

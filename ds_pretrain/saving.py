@@ -1,18 +1,27 @@
-"""When a run saves, what goes into its checkpoints, and what a failed save means."""
+"""When a run saves, what goes into its checkpoints, where they are shipped, and what a failed save means."""
 
+import json
 import platform
+import shutil
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from statistics import median
+from time import monotonic
+from types import TracebackType
+from typing import Self
 
-from ds_pretrain.checkpoint.layout import Manifest
-from ds_pretrain.checkpoint.retention import prune
+from ds_pretrain.checkpoint.layout import Manifest, published
+from ds_pretrain.checkpoint.places import ASSEMBLED, Places
+from ds_pretrain.checkpoint.retention import SHIPPED, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
-from ds_pretrain.checkpoint.triggers import WallClock, due_by_count
+from ds_pretrain.checkpoint.ship import Shipper
+from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
 from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import CannotSave, InputError
 from ds_pretrain.files import available_memory_bytes
+from ds_pretrain.interval import advice, advice_lines, stall_warning
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
@@ -22,6 +31,8 @@ from ds_pretrain.world import World, gather_objects
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
+SHIP_PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
+_MEASURED_SAVES = 3  # before anything is said about how often to save
 
 
 class Saver:
@@ -33,17 +44,32 @@ class Saver:
         record: RunRecord,
         engine: Engine,
         monitor: Monitor,
+        places: Places,
+        restore_seconds: float,
         world: World,
         tell: Callable[[object], None],
     ) -> None:
         self._plan, self._record, self._engine, self._world = plan, record, engine, world
-        self._monitor, self._tell = monitor, tell
+        self._monitor, self._tell, self._places = monitor, tell, places
         self._clock = WallClock(plan.run.checkpoint.every)
-        self._root = plan.out / "checkpoints"
         self._num_failed = 0  # in a row
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._behind, expected_bytes = fits_in_memory(engine, world, tell)
-        self._saves = Saves(self._root, world, self._published, expected_bytes)
+        self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
+        self._saves = Saves(places, world, self._published, expected_bytes)
+        self._shipper = _open_shipper(plan, places, world)
+        self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
+        self._costs = Costs(plan, restore_seconds)
+
+    def __enter__(self) -> Self:
+        if self._shipper is not None:
+            self._shipper.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shipper is not None:
+            self._shipper.close()
 
     @property
     def stage(self) -> int:
@@ -51,11 +77,11 @@ class Saver:
         return self._saves.stage
 
     def is_due(self, state: RunState) -> bool:
-        """By steps and tokens, and after the first and the last step: the same on every rank."""
-        triggers = self._plan.run.checkpoint.every
-        return state.step in (1, self._plan.last_step) or due_by_count(
-            triggers, state.step, self._plan.timeline
-        )
+        """By steps and tokens, at the end of a phase, after the first and the last step."""
+        step, timeline = state.step, self._plan.timeline
+        if step in (1, self._plan.last_step) or ends_phase(step, timeline):
+            return True
+        return due_by_count(self._plan.run.checkpoint.every, step, timeline)
 
     def is_due_by_clock(self) -> bool:
         """On rank 0 alone; shared by `measure`."""
@@ -100,6 +126,22 @@ class Saver:
         """Wait for the save under way. Collective."""
         self._note(self._saves.finish())
 
+    def ship_rest(self) -> None:
+        """Wait until every checkpoint is shipped, or for as long as that is worth it. Collective."""
+        deadline = monotonic() + SHIP_PATIENCE_SECONDS
+        while True:
+            done = self._shipper is None or self._shipper.wait(2.0) or monotonic() > deadline
+            if all(gather_objects(self._world, done)):
+                break
+        left = self._shipper.unshipped() if self._shipper is not None else []
+        for steps in gather_objects(self._world, left):
+            if steps:
+                self._tell(
+                    f"the checkpoints of steps {', '.join(f'{s:,}' for s in steps[::-1])} are not shipped to "
+                    f"{self._plan.ship_to}; they are in {self._places.root}, and another start ships them"
+                )
+        self._note_shipped()
+
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
         """Probe while the files are written, then wait for them."""
         if self._saves.is_under_way:
@@ -118,6 +160,9 @@ class Saver:
                 stall_seconds=outcome.stall_seconds,
                 total_seconds=outcome.total_seconds,
             )
+            self._note_shipped()
+            for line in self._costs.note(outcome):
+                self._tell(line)
             return
         self._num_failed += 1
         limit = self._plan.run.checkpoint.failures
@@ -134,14 +179,34 @@ class Saver:
                 f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
             )
 
+    def _note_shipped(self) -> None:
+        """Record what has been shipped from this host since the last look."""
+        shipped = {f for f in published(self._places.root) if f not in self._seen_shipped and is_shipped(f)}
+        for folder in sorted(shipped) if self._shipper is not None else []:
+            mark = json.loads((folder / SHIPPED).read_text())
+            self._monitor.event(
+                "shipped", checkpoint=folder.name, bytes=mark["bytes"], seconds=mark["seconds"]
+            )
+        self._seen_shipped |= shipped
+
     def _published(self, step: int) -> None:
-        """On rank 0's thread, after a checkpoint is complete."""
+        """On a leader's thread, after a checkpoint is complete."""
         section = self._plan.run.checkpoint
-        try:
-            note_saved(self._plan.out, step)
-        except (OSError, InputError) as error:  # the checkpoint is there all the same
-            self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
-        prune(self._root, keep=section.keep, keep_every_steps=self._plan.keep_every_steps, tell=self._tell)
+        if self._world.is_main:
+            try:
+                note_saved(self._plan.out, step)
+            except (OSError, InputError) as error:  # the checkpoint is there all the same
+                self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
+            shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
+        if self._shipper is not None:
+            self._shipper.wake()
+        prune(
+            self._places.root,
+            keep=section.keep,
+            keep_every_steps=self._plan.keep_every_steps,
+            tell=self._tell,
+            only_shipped=self._shipper is not None,
+        )
 
     def _manifest(self, state: RunState) -> Manifest:
         timeline = self._plan.timeline
@@ -161,10 +226,60 @@ class Saver:
         )
 
 
-def fits_in_memory(engine: Engine, world: World, tell: Callable[[object], None]) -> tuple[bool, int]:
-    """Whether every host can hold its ranks' copies, and the bytes of all of them. Collective."""
+class Costs:
+    """What saves have cost in this start, and what follows for how often to save."""
+
+    def __init__(self, plan: Plan, restore_seconds: float) -> None:
+        self._section, self._restore_seconds = plan.run.checkpoint, restore_seconds
+        self._began: float | None = None  # of the last save that was published
+        self._stalls: list[float] = []
+        self._totals: list[float] = []
+        self._intervals: list[float] = []
+        self._warned = False
+
+    def note(self, outcome: Outcome) -> list[str]:
+        """Take a published save; what there is to say now, each thing once a start."""
+        began = monotonic() - outcome.total_seconds
+        if self._began is not None:
+            self._intervals.append(began - self._began)
+        self._began = began
+        self._stalls.append(outcome.stall_seconds)
+        self._totals.append(outcome.total_seconds)
+        if len(self._intervals) < _MEASURED_SAVES:
+            return []
+        lines = []
+        stall, interval = median(self._stalls[1:]), median(self._intervals)  # the first one allocates buffers
+        warning = None if self._warned else stall_warning(stall, interval, self._section.stall_share)
+        if warning is not None:
+            self._warned = True
+            lines.append(warning)
+        if self._section.mtbf is not None and len(self._intervals) == _MEASURED_SAVES:
+            mtbf = self._section.mtbf.seconds
+            lines += advice_lines(advice(stall, median(self._totals), self._restore_seconds, mtbf, interval))
+        return lines
+
+
+def _open_shipper(plan: Plan, places: Places, world: World) -> Shipper | None:
+    """This host's shipper, on its leader. Collective."""
+    leaders = [rank for rank, leads in enumerate(gather_objects(world, places.leads(world))) if leads]
+    if plan.ship_to is None or not places.leads(world):
+        return None
+    return Shipper(
+        places.root,
+        plan.ship_to,
+        leaders.index(world.rank),
+        len(leaders),
+        plan.run.checkpoint.keep,
+        plan.keep_every_steps,
+    )
+
+
+def fits_in_memory(
+    engine: Engine, world: World, per_host: bool, tell: Callable[[object], None]
+) -> tuple[bool, int]:
+    """Whether every host can hold its ranks' copies, and the bytes that go to one folder. Collective."""
     asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
-    total = sum(size for _, size, _ in asked)
+    total = sum(size for name, size, _ in asked if not per_host or name == platform.node())
     for host in dict.fromkeys(host for host, _, _ in asked):
         needed = sum(size for name, size, _ in asked if name == host)
         free = min(free for name, _, free in asked if name == host)

@@ -8,8 +8,10 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TypeVar, cast
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count
+from ds_pretrain.checkpoint.verdict import Found
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.engine import Engine, initialize_distributed
 from ds_pretrain.errors import (
@@ -32,8 +35,10 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
     announce,
+    label_place,
     open_feed,
     open_monitor,
+    open_places,
     open_run_engine,
     prepare_inputs,
     require_shared_folder,
@@ -68,13 +73,18 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         Preempted: asked to stop; everything is saved.
         NoProgress: every update of this start was dropped.
     """
+    began, tell = perf_counter(), _tell(world)
     inputs = prepare_inputs(plan, world)
     _shared(world, lock.take)
     require_shared_folder(plan.out, world)
-    found = store.find(plan.out / "checkpoints", world, _tell(world))
+    places = open_places(plan, world)
+    own = store.find(places, world, tell)
+    found = own or _origin(plan, wish, world, tell)
     _refuse_past_end(found, plan)
-    found = found and store.fitted(found, plan.deepspeed, world, _tell(world))
-    record = _shared(world, lambda: claim(plan, inputs.data, _known(found)))
+    origin = None if own is not None else _known(found)
+    record = _shared(world, lambda: claim(plan, inputs.data, _known(own), origin))
+    _shared(world, lambda: label_place(places, record))
+    found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     if found is not None and found.state.step == plan.last_step:
@@ -83,10 +93,13 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         return
     engine = open_run_engine(plan, world)
     num_attempted = num_applied = 0
-    with open_monitor(plan, record, world) as monitor, open_feed(plan, inputs, world) as feed:
-        state = _resume(found, engine, feed, plan, monitor, world)
+    with ExitStack() as stack:
+        monitor = stack.enter_context(open_monitor(plan, record, world))
+        feed = stack.enter_context(open_feed(plan, inputs, world))
+        state = _resume(found, engine, feed, plan, monitor, began, world)
         validation = validation_sets(plan, inputs)
-        saver = Saver(plan, record, engine, monitor, world, _tell(world))
+        seconds = perf_counter() - began
+        saver = stack.enter_context(Saver(plan, record, engine, monitor, places, seconds, world, tell))
         while state.step < plan.last_step:
             started = perf_counter()
             batch = feed.at(state)
@@ -110,6 +123,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
             probe = partial(probe_again, engine, batch, step.step - 1, world)
             if stops or state.step == plan.last_step:
                 saver.save_surely(state, probe)
+                saver.ship_rest()
             elif shared.save or saver.is_due(state):
                 saver.save(state, probe)
             if stops and state.step < plan.last_step:
@@ -174,15 +188,31 @@ def _record_exit(plan: Plan, code: int) -> None:
         say(sys.stderr, f"ds_pretrain: exit code {code} could not be written to {plan.out}: {error}")
 
 
-def _known(found: store.Found | None) -> KnownRun | None:
+def _known(found: Found | None) -> KnownRun | None:
     if found is None:
         return None
     manifest = found.manifest
-    return KnownRun(manifest.step, manifest.attempt, manifest.wandb_id, manifest.identity)
+    return KnownRun(
+        str(found.folder.absolute()), manifest.step, manifest.attempt, manifest.wandb_id, manifest.identity
+    )
+
+
+def _origin(plan: Plan, wish: Wish, world: World, tell: Callable[[str], None]) -> Found | None:
+    """The checkpoint that a run without any of its own begins from, if its run file names one. Collective."""
+    if plan.run.resume_from is None:
+        return None
+    accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
+    return store.elsewhere(Path(plan.run.resume_from), accepted, world, tell)
 
 
 def _resume(
-    found: store.Found | None, engine: Engine, feed: Feed, plan: Plan, monitor: Monitor, world: World
+    found: Found | None,
+    engine: Engine,
+    feed: Feed,
+    plan: Plan,
+    monitor: Monitor,
+    began: float,
+    world: World,
 ) -> RunState:
     if found is None:
         monitor.event("start", step=0, world_size=world.size)
@@ -195,12 +225,17 @@ def _resume(
             f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done; {probed}",
         )
     monitor.event(
-        "resume", step=state.step, world_size=world.size, checkpoint=found.folder.name, probe=probed
+        "resume",
+        step=state.step,
+        world_size=world.size,
+        checkpoint=found.folder.name,
+        probe=probed,
+        restore_seconds=perf_counter() - began,
     )
     return state
 
 
-def _refuse_past_end(found: store.Found | None, plan: Plan) -> None:
+def _refuse_past_end(found: Found | None, plan: Plan) -> None:
     if found is not None and found.state.step > plan.last_step:
         raise InputError(
             f"{found.folder} stands at step {found.state.step:,}, past the end of the schedule "

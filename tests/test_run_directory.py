@@ -23,7 +23,7 @@ from tests.scenario import deepspeed_json, make_run, write_corpus
 
 
 def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
-    known = None if found_step is None else KnownRun(found_step, 1, None, {})
+    known = None if found_step is None else KnownRun("step", found_step, 1, None, {})
     plan = load_plan(run_file, overrides)
     lock = RunLock(plan)
     lock.take()
@@ -135,7 +135,7 @@ def test_a_lost_record_is_made_again_from_the_checkpoint_and_compared(tmp_path: 
     """Without run.json the checkpoint says which run it is: another one may not go on from it."""
     run_file = make_run(tmp_path)
     first = start(run_file)
-    known = KnownRun(40, 3, first.wandb_id, first.identity)
+    known = KnownRun("step", 40, 3, first.wandb_id, first.identity)
     (tmp_path / "out" / "run.json").unlink()
     (tmp_path / "out" / "checkpoints").mkdir()
     with pytest.raises(InputError, match=r"holds the run 'tiny', and .* is 'other'"):

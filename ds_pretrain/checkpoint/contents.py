@@ -19,16 +19,15 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, owner, parse_manifest
 from ds_pretrain.checkpoint.shards import open_shards
-from ds_pretrain.checkpoint.store import broken_reason
 from ds_pretrain.checkpoint.universal_layout import (
     SOURCE_MANIFEST,
     UNIVERSAL_MANIFEST,
     Group,
     parse_universal,
 )
+from ds_pretrain.checkpoint.verdict import broken_reason
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import checksum
-from ds_pretrain.world import World
 
 WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
 BUFFER, FROZEN = "buffer", "frozen"
@@ -63,7 +62,7 @@ def opened(*folders: Path) -> list[Contents]:
 def _reason(folder: Path) -> str | None:
     try:
         if (folder / MANIFEST).is_file():
-            return broken_reason(folder, World())
+            return broken_reason(folder)
         if (folder / UNIVERSAL_MANIFEST).is_file():
             return _universal_reason(folder)
     except (OSError, ValueError) as error:

@@ -18,10 +18,9 @@ from ds_pretrain.checkpoint.layout import (
     step_of,
 )
 from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped
-from ds_pretrain.checkpoint.store import broken_reason
+from ds_pretrain.checkpoint.verdict import broken_reason
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import checksum, write_atomic
-from ds_pretrain.world import World
 
 VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
 _HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "shipped", "verified")
@@ -96,7 +95,7 @@ def verified(folder: Path) -> str | None:
     """
     mark = folder / VERIFIED
     try:
-        reason = broken_reason(folder, World())
+        reason = broken_reason(folder)
     except (OSError, UnknownVersion) as error:
         raise InputError(
             f"{folder} cannot be checked ({error}); mend the disk, or use the program that wrote it"

@@ -112,6 +112,11 @@ def published(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
+def is_shared_by_ranks(name: str) -> bool:
+    """True for a file that one rank writes and every rank loads: the whole weights of ZeRO-1 and 2."""
+    return name.endswith("_model_states.pt") and _RANK.search(name) is None
+
+
 def owner(name: str) -> int:
     """The rank that writes, syncs and checks a file: the one in its name, or rank 0."""
     match = _RANK.search(name)

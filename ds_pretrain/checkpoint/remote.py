@@ -23,6 +23,7 @@ _CHUNK_BYTES = 1 << 24
 _UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory
 # Stores without folders: to ask them for one could create a bucket.
 _WITHOUT_FOLDERS = frozenset(["s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "memory"])
+_LABEL = "run.json"
 _LONGEST_REASON = 500  # characters
 
 
@@ -71,6 +72,19 @@ class Remote:
                 write_atomic(Path(path), content)
             else:
                 self._fs.pipe_file(path, content)
+
+    def label(self) -> bytes | None:
+        """Whose checkpoints lie here; None if nobody has said."""
+        with self._said(f"read {_LABEL}"):
+            try:
+                return bytes(self._fs.cat_file(f"{self._root}/{_LABEL}"))
+            except FileNotFoundError:
+                return None
+
+    def set_label(self, content: bytes) -> None:
+        """Say whose checkpoints lie here."""
+        with self._said(f"write {_LABEL}"):
+            self._fs.pipe_file(f"{self._root}/{_LABEL}", content)
 
     def put(self, path: Path, step: int, name: str) -> FileEntry:
         """Upload a file of any size, and sum what arrived by reading it back."""
@@ -200,6 +214,16 @@ def open_remote(place: str) -> Remote:
     if found != content:
         raise InputError(f"{setting}: what was written there reads back as something else; choose another")
     return Remote(place, fs, root)
+
+
+def remote_at(place: str) -> Remote:
+    """A place that another rank has opened and proved. Raises InputError as `open_remote` does."""
+    return Remote(place, *_open(place, f"checkpoint.ship_to = {scrubbed(place)}"))
+
+
+def folder_as_remote(folder: Path) -> Remote:
+    """A folder of this host."""
+    return remote_at(str(folder.absolute()))
 
 
 def _open(place: str, setting: str) -> tuple[Any, str]:

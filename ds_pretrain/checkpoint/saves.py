@@ -1,11 +1,12 @@
 """Saves, one at a time: snapshot now, write behind, publish once every rank's files are on disk.
 
 A save goes to a folder with another name. When all ranks have written and synced, rank 0 writes the
-manifest, renames the folder and replaces `latest`, on a thread too. Whatever dies in between leaves the
-checkpoint before intact. Ranks agree on how far a save is through one number each, which rides in the row
-of a step.
+manifest, renames the folder and replaces `latest`, on a thread too; so does the leader of each host where
+every host has a folder of its own. Whatever dies in between leaves the checkpoint before intact. Ranks agree
+on how far a save is through one number each, which rides in the row of a step.
 """
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +17,14 @@ from typing import Any, Protocol
 
 from ds_pretrain.checkpoint.behind import Job, Stage
 from ds_pretrain.checkpoint.layout import MANIFEST, PARTIAL, RUN_STATE, FileEntry, Manifest, step_name
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.rng import rng_bytes, rng_file
 from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
 from ds_pretrain.errors import RunError
 from ds_pretrain.files import free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
-from ds_pretrain.world import World, from_main, gather_objects, gather_rows
+from ds_pretrain.world import World, gather_objects, gather_rows
 
 Capture = Callable[[Any, Path], None]
 _PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
@@ -54,19 +56,20 @@ class _InFlight:
     began: float
     stall_seconds: float
     job: Job[dict[Path, FileEntry]]
-    publishing: Job[None] | None = None  # on rank 0
-    all_written: bool = False
+    here: Mapping[str, FileEntry] | None = None  # the files in this host's folder, once all are written
+    publishing: Job[None] | None = None  # on a leader
 
 
 class Saves:
     """The saves of one run on one rank. Methods marked collective must be called by all ranks together."""
 
     def __init__(
-        self, root: Path, world: World, published: Callable[[int], None], expected_bytes: int = 0
+        self, places: Places, world: World, published: Callable[[int], None], expected_bytes: int = 0
     ) -> None:
-        """`published` runs on rank 0's thread after each publication: retention, shipping."""
-        self._root, self._world, self._published = root, world, published
-        self._expected_bytes = expected_bytes  # of one checkpoint; the last one tells better
+        """`published` runs on each leader's thread after each publication: retention, shipping."""
+        self._places, self._world, self._published = places, world, published
+        self._leads, self._root = places.leads(world), places.root
+        self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
         self._buffers: Buffers = {}
         self._save: _InFlight | None = None
 
@@ -75,7 +78,7 @@ class Saves:
         """This rank's part of the save under way; 0 if there is none. For the row of a step."""
         if self._save is None:
             return 0
-        if self._save.all_written:
+        if self._save.here is not None:
             return int(self._save.publishing.stage if self._save.publishing else Stage.DONE)
         return int(self._save.job.stage)
 
@@ -87,7 +90,8 @@ class Saves:
         began = perf_counter()
         name = step_name(state.step)
         unfinished = self._root / f"{name}{PARTIAL}"
-        problem = from_main(self._world, self._started(unfinished))
+        refused = gather_objects(self._world, self._started(unfinished))
+        problem = next((p for p in refused if p is not None), None)
         snapshot = Snapshot(self._buffers)
         if problem is None:
             problem = self._own(engine.save(self._root, unfinished.name, snapshot.capture))
@@ -111,7 +115,7 @@ class Saves:
 
     def probed(self, step: int, probe: Probe) -> None:
         """Take the probe of the weights after `step` finished steps, if it is they that are being saved."""
-        if self._save is not None and self._save.step == step and not self._save.all_written:
+        if self._save is not None and self._save.step == step and self._save.here is None:
             self._save.manifest = replace(self._save.manifest, probe=probe)
 
     def advance(self, stages: Sequence[int]) -> Outcome | None:
@@ -119,18 +123,19 @@ class Saves:
         save = self._save
         if save is None or any(stage == Stage.RUNNING for stage in stages):
             return None
-        if save.all_written:
+        if save.here is not None:
             return self._ended(save)
         problem = self._own(save.job.error)
         entries = {} if problem else save.job.result()
-        told = gather_objects(self._world, (problem, _by_name(entries, self._folder(save))))
-        if any(p for p, _ in told):
+        leader = self._places.leader(self._world)
+        told = gather_objects(self._world, (problem, leader, _by_name(entries, self._folder(save))))
+        if any(p for p, _, _ in told):
             self._save = None
-            return self._failed(save.step, [p for p, _ in told if p], save.stall_seconds, save.began)
-        save.all_written = True
-        save.manifest = replace(save.manifest, files=dict(sorted(i for _, e in told for i in e.items())))
-        if self._world.is_main:
-            publish_all = partial(self._publish_and_tell, save.step, save.manifest)
+            return self._failed(save.step, [p for p, _, _ in told if p], save.stall_seconds, save.began)
+        save.here = {name: entry for _, of, e in told if of == leader for name, entry in e.items()}
+        save.manifest = replace(save.manifest, files=dict(sorted(i for _, _, e in told for i in e.items())))
+        if self._leads:
+            publish_all = partial(self._publish_and_tell, save.step, save.manifest, save.here)
             save.publishing = Job(publish_all, "publish")
         return None
 
@@ -143,30 +148,33 @@ class Saves:
         return outcome
 
     def _started(self, unfinished: Path) -> str | None:
-        """Why there can be no save, on rank 0."""
-        if self._world.is_main:
+        """Why there can be no save, on a leader."""
+        if self._leads:
             try:
                 _start_partial(unfinished, self._expected_bytes)
             except (OSError, RunError) as error:
                 return str(error)
         return None
 
-    def _publish_and_tell(self, step: int, manifest: Manifest) -> None:
-        publish(self._root, manifest)
+    def _publish_and_tell(self, step: int, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
+        publish(self._root, manifest, here)
         self._published(step)
 
     def _ended(self, save: _InFlight) -> Outcome:
         error = save.publishing.error if save.publishing else None
-        problem = from_main(self._world, self._own(error))
+        problems = [p for p in gather_objects(self._world, self._own(error)) if p is not None]
         self._save = None
-        if problem:
-            return self._failed(save.step, [problem], save.stall_seconds, save.began)
+        if problems:
+            if self._leads and error is None and self._places.per_host:  # other hosts have no part of it
+                _withdraw(self._root, save.step)
+            return self._failed(save.step, problems, save.stall_seconds, save.began)
         total = perf_counter() - save.began
-        self._expected_bytes = save.manifest.total_bytes
+        assert save.here is not None
+        self._expected_bytes = sum(entry.bytes for entry in save.here.values())
         return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
 
     def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
-        if self._world.is_main:
+        if self._leads:
             shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
         return Outcome(step, "; ".join(problems), 0, stall_seconds, perf_counter() - began)
 
@@ -181,19 +189,22 @@ def save_now(
     root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, world: World
 ) -> Outcome:
     """Save one checkpoint and wait for it. Collective."""
-    saves = Saves(root, world, lambda step: None)
+    saves = Saves(Places(root, root), world, lambda step: None)
     outcome = saves.begin(state, manifest, texts, engine) or saves.finish()
     assert outcome is not None
     return outcome
 
 
-def publish(root: Path, manifest: Manifest) -> None:
-    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each all or nothing."""
+def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
+    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each all or nothing.
+
+    `here` are the files of the manifest that this folder holds.
+    """
     name = step_name(manifest.step)
     unfinished, final = root / f"{name}{PARTIAL}", root / name
-    for folder in {(unfinished / file).parent for file in manifest.files}:
+    for folder in {(unfinished / file).parent for file in here}:
         sync_folder(folder)
-    for file, entry in manifest.files.items():  # other hosts may have written elsewhere
+    for file, entry in here.items():  # other hosts may have written elsewhere
         if (unfinished / file).stat().st_size != entry.bytes:
             raise OSError(f"{file} has another size here than where it was written")
     write_point("manifest")
@@ -207,6 +218,11 @@ def publish(root: Path, manifest: Manifest) -> None:
     sync_folder(root)
     write_point("latest")
     write_atomic(root / "latest", f"{name}\n")
+
+
+def _withdraw(root: Path, step: int) -> None:
+    with contextlib.suppress(OSError):
+        (root / step_name(step)).rename(root / f"{step_name(step)}{PARTIAL}")
 
 
 def _start_partial(unfinished: Path, expected_bytes: int) -> None:

@@ -15,6 +15,11 @@ def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) ->
     )
 
 
+def ends_phase(step: int, timeline: Timeline) -> bool:
+    """True if the next step is the first of another phase."""
+    return step < timeline.last_step and timeline.at(step).phase != timeline.at(step - 1).phase
+
+
 class WallClock:
     """Time since the last save, on one rank: its answer has to be shared before anyone acts on it."""
 

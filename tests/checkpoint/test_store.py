@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import saves, snapshot, store
+from ds_pretrain.checkpoint import places, saves, snapshot, store
 from ds_pretrain.checkpoint.layout import parse_manifest, published, step_name
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
 from ds_pretrain.checkpoint.saves import Capture, Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
@@ -81,7 +82,7 @@ def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     """The name of what was found, what was told, and the type and text of what was raised."""
     told: list[str] = []
     try:
-        found = store.find(root, world, told.append)
+        found = store.find(Places(root, root), world, told.append)
     except RunError as error:
         return None, told, f"{type(error).__name__}: {error}"
     return found.folder.name if found else None, told, None
@@ -93,10 +94,10 @@ def _names(root: Path) -> list[str]:
 
 def _save_find_restore(world: World, folder: str) -> Any:
     root = Path(folder) / "checkpoints"
-    nothing = store.find(root, world, print)
+    nothing = store.find(Places(root, root), world, print)
     _save(root, 3, world)
     saved = _save(root, 6, world)
-    found = store.find(root, world, print)
+    found = store.find(Places(root, root), world, print)
     assert found is not None
     shards = SmallShards(world)
     state = store.restore(found, shards, 7, world, print)
@@ -203,7 +204,7 @@ def test_a_second_broken_checkpoint_of_a_step_does_not_displace_the_first(tmp_pa
         _save(tmp_path, 3, world)
         (tmp_path / step_name(3) / "run.toml").unlink()
         with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
-            store.find(tmp_path, world, told.append)
+            store.find(Places(tmp_path, tmp_path), world, told.append)
     assert _names(tmp_path) == ["latest", *(f"step_000000003.broken{n}" for n in ("", 2, 3))]
 
 
@@ -288,7 +289,7 @@ def test_a_failure_at_any_point_of_a_save_reaches_every_rank(tmp_path: Path, ran
 def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
     world = World()
     _save(tmp_path, 3, world)
-    room = Saves(tmp_path, world, lambda step: None, expected_bytes=10**18)
+    room = Saves(Places(tmp_path, tmp_path), world, lambda step: None, expected_bytes=10**18)
     outcome = room.begin(RunState(6), replace(MANIFEST, step=6), TEXTS, SmallShards(world))
     assert outcome is not None
     assert "bytes free, and a checkpoint needs 1,000,000,000,000,000,000" in str(outcome.problem)
@@ -297,7 +298,7 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> 
 
 def _goes_on_while_written(world: World, folder: str) -> Any:
     root, told = Path(folder), list[int]()
-    several = Saves(root, world, told.append)
+    several = Saves(Places(root, root), world, told.append)
     gate = threading.Event()
     patch = pytest.MonkeyPatch()
     patch.setattr(snapshot, "write_point", lambda name: gate.wait(30))
@@ -339,7 +340,7 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
     def refuse(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store, "checksum", refuse)
+    monkeypatch.setattr(places, "checksum", refuse)
     found, told, raised = _find(tmp_path, world)
     assert (found, told) == (None, [])
     assert "cannot be checked (rank 0: [Errno 5] Input/output error); it is left as it is" in str(raised)

@@ -17,6 +17,7 @@ import torch
 from ds_pretrain import partitions
 from ds_pretrain.checkpoint import convert, store, universal
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.universal_layout import (
     Group,
@@ -453,7 +454,7 @@ def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Pat
     assert copied.universal is not None
     assert ours.manifest == copied.manifest
     assert ours.state == copied.state == RunState(STEP)
-    assert store.fitted(copied, {}, World(), print) is copied
+    assert store.fitted(copied, {}, Places(folder, folder), World(), print) is copied
     for name in ("universal.json", "source_manifest.json", RUN_STATE):
         (form.folder / name).unlink()
     foreign = store.elsewhere(form.folder, list(universal.MISSING), World(), print)

@@ -18,6 +18,7 @@ from torch import nn
 from ds_pretrain import opening, partitions
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import convert, store
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.saves import save_now
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
@@ -93,9 +94,9 @@ def run_elastic(
         restored.append(snapshot(engines[-1]._engine, world))
         return state
 
-    def saving(self: Saver, state: Any) -> None:
+    def saving(self: Saver, state: Any, probe: Any) -> None:
         saved[state.step] = snapshot(engines[-1]._engine, world)
-        save(self, state)
+        save(self, state, probe)
 
     def stepped(engine: Any, batch: Any, scheduled: float, *args: Any) -> Any:
         return take_step(engine, batch, scheduled if rate is None else rate, *args)
@@ -108,7 +109,7 @@ def run_elastic(
     def measured(*args: Any) -> Any:
         record, asked = measure(*args)
         trained.append(record.step - 1)
-        return record, with_stop(record.step == stop_after, asked)
+        return record, asked
 
     if not real_tool:
         patch.setattr(convert, "_run_tool", tool_in_this_process)
@@ -126,7 +127,7 @@ def run_elastic(
         StopSignal(plan.out, world) as stop,
         contextlib.suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan))
+        train_module.train(plan, world, stop, RunLock(plan), train_module.Wish(stop_after))
     patch.undo()
     finished = snapshot(engines[-1]._engine, world)
     return Outcome(
@@ -159,22 +160,17 @@ def restore_and_save(world: World, run_file: str) -> Snapshot:
     """Restore a run and save it again at once, as if it had been stopped before its first step."""
     plan = load_plan(run_file)
     root = plan.out / "checkpoints"
-    found = store.find(root, world, print)
+    found = store.find(Places(root, root), world, print)
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "_run_tool", tool_in_this_process)
-        found = store.fitted(found, plan.deepspeed, world, print)
+        found = store.fitted(found, plan.deepspeed, Places(root, root), world, print)
     engine = opening.open_run_engine(plan, world)
     state = store.restore(found, engine, plan.run.seed, world, print)
     texts = {"deepspeed.json": plan.deepspeed_text}
     manifest = replace(found.manifest, world_size=world.size, files={})
     save_now(root, state, manifest, texts, engine, world)
     return snapshot(engine._engine, world)
-
-
-def with_stop(ask: bool, asked: Any) -> Any:
-    """What `measure` says was asked for, with a stop added."""
-    return replace(asked, stop=True) if ask else asked
 
 
 def snapshot(engine: Any, world: World) -> Snapshot:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.errors import EXIT_BAD_INPUT, RunError
 from ds_pretrain.world import World, barrier
 from tests.ranks import run_ranks
@@ -139,7 +140,7 @@ class Case:
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     told: list[str] = []
     try:
-        found = store.find(root, world, told.append)
+        found = store.find(Places(root, root), world, told.append)
     except RunError as error:
         return None, told, str(error)
     return found.folder.name if found else None, told, None
