@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ds_pretrain import train
 from ds_pretrain.checkpoint import convert
 from ds_pretrain.checkpoint.layout import PARTIAL, published, step_of
 from ds_pretrain.checkpoint.store import broken_reason
@@ -21,6 +22,8 @@ from tests.runs.elastic import tool_in_this_process
 from tests.runs.golden import run_rank
 
 PACKAGE = Path(convert.__file__).parents[1]
+# These pass their write points in a process of their own, which does not train.
+SHIPPING_MODULES = {"ds_pretrain.checkpoint.shipment", "ds_pretrain.checkpoint.remote"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Kill:
     passes: int = 0  # let it pass so often before
     seconds: float | None = None
     others_sleep: float = 0.03  # seconds that every other rank loses at each of its write points
+    step_sleeps: float = 0.0  # seconds that every step lasts longer
 
 
 def write_points() -> dict[str, set[str]]:
@@ -47,7 +51,7 @@ def write_points() -> dict[str, set[str]]:
 
 def _pattern(name: ast.expr) -> str:
     if isinstance(name, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "*" for part in name.values)
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in name.values)
     assert isinstance(name, ast.Constant), "a write point is named by a literal, so that it can be listed"
     return str(name.value)
 
@@ -69,6 +73,9 @@ def arm(world: World, kill: Kill | None) -> None:
     vars(convert)["_run_tool"] = tool_in_this_process  # which is imported already: its own takes seconds
     if kill is None:
         return
+    if kill.step_sleeps:
+        take_step = train.take_step
+        vars(train)["take_step"] = lambda *args: (time.sleep(kill.step_sleeps), take_step(*args))[1]
     if kill.rank != world.rank:
         at_write_points(lambda name: time.sleep(kill.others_sleep))
     elif kill.seconds is not None:
