@@ -153,10 +153,10 @@ class Shipper:
 
     def wake(self) -> None:
         """Something was published: look now. A process that died is started again."""
-        if self._process is None or self._process.poll() is not None:
+        if self._is_dead():
             self._release()
             self.start()
-        elif self._process.stdin is not None:
+        elif self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 os.write(self._process.stdin.fileno(), b"\n")
 
@@ -167,8 +167,8 @@ class Shipper:
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is unshipped, for so long at most; True if so."""
         deadline = time.monotonic() + seconds
-        if self.unshipped():
-            self.wake()
+        if self.unshipped() and self._is_dead():
+            self.wake()  # a live one looks by itself, as often as makes sense
         while self.unshipped():
             if time.monotonic() >= deadline:
                 return False
@@ -178,6 +178,9 @@ class Shipper:
     def close(self) -> None:
         """End the process, whatever it does. What is not shipped yet is shipped after the next start."""
         self._release()
+
+    def _is_dead(self) -> bool:
+        return self._process is None or self._process.poll() is not None
 
     def _release(self) -> None:
         process, self._process = self._process, None

@@ -114,6 +114,7 @@ def test_a_copy_that_fails_leaves_nothing_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = open_remote(str(tmp_path / "vault"))
+    remote.write(5, "manifest.json", b"{}")
     (tmp_path / "shard.pt").write_bytes(b"x")
 
     def refuse(descriptor: int) -> None:
@@ -123,7 +124,7 @@ def test_a_copy_that_fails_leaves_nothing_under_its_name(
     with pytest.raises(OSError, match=r"cannot upload shard\.pt of step 5: .*No space left on device"):
         remote.put(tmp_path / "shard.pt", 5, "shard.pt")
     monkeypatch.undo()
-    assert remote.names(5) == []
+    assert remote.names(5) == ["manifest.json"]
 
 
 def test_opening_leaves_nothing_behind(place: str, tmp_path: Path) -> None:
