@@ -14,6 +14,7 @@ import torch
 
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, parse_manifest
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.rng import load_streams, rng_file, seed_streams
 from ds_pretrain.errors import EXIT_FINISHED
 from ds_pretrain.world import World
@@ -47,7 +48,7 @@ def _save_after_draws(world: World, folder: str) -> list[list[float]]:
 
 def _draws_after_restore(world: World, folder: str) -> list[list[float]]:
     seed_streams(99, 1 - world.rank)  # a fresh process has streams too, others
-    found = store.find(Path(folder), world, print)
+    found = store.find(Places(Path(folder), Path(folder)), world, print)
     assert found is not None
     store.restore(found, test_store.SmallShards(world), 7, world, print)
     return [_draws() for _ in range(4)]

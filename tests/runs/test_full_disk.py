@@ -54,7 +54,7 @@ def _start_on_a_small_disk(world: World, run_file: str, disk: str, rank: int, ov
     place, saves = Path(disk), list[int]()
     save = Saver.save
 
-    def saving(self: Saver, state: Any) -> None:
+    def saving(self: Saver, state: Any, *more: Any) -> None:
         self.finish()
         saves.append(state.step)
         if state.step in (6, 8) and world.is_main:
@@ -62,7 +62,7 @@ def _start_on_a_small_disk(world: World, run_file: str, disk: str, rank: int, ov
             if state.step == 6:
                 fill(place, leave_bytes=100_000)
         barrier(world)
-        save(self, state)
+        save(self, state, *more)
 
     def passed(name: str) -> None:
         if saves[-1] == 4 and world.rank == rank and re.match(r"write .*optim_states", name):

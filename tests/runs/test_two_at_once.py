@@ -14,6 +14,7 @@ import pytest
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import convert, snapshot, store, universal
 from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.universal_layout import cache_of
 from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
@@ -53,7 +54,7 @@ def _spied(world: World, folder: str) -> list[tuple[str, str]]:
         if host_world.is_main:
             prune(root, keep=2, keep_every_steps=None, tell=print)
         barrier(world)
-    assert store.find(root, host_world, print) is not None
+    assert store.find(Places(root, root), host_world, print) is not None
     patch.undo()
     return done
 
