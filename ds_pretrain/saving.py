@@ -8,14 +8,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
 from time import monotonic
-from types import TracebackType
-from typing import Self
 
 from ds_pretrain.checkpoint.layout import Manifest, published
 from ds_pretrain.checkpoint.places import ASSEMBLED, Places
 from ds_pretrain.checkpoint.retention import SHIPPED, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
-from ds_pretrain.checkpoint.ship import Shipper
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
 from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
@@ -26,12 +23,12 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
 from ds_pretrain.run_directory import RunRecord, note_saved
+from ds_pretrain.shipping import Shipping
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
-SHIP_PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
 _MEASURED_SAVES = 3  # before anything is said about how often to save
 
 
@@ -45,6 +42,7 @@ class Saver:
         engine: Engine,
         monitor: Monitor,
         places: Places,
+        shipping: Shipping,
         restore_seconds: float,
         world: World,
         tell: Callable[[object], None],
@@ -56,20 +54,9 @@ class Saver:
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
         self._saves = Saves(places, world, self._published, expected_bytes)
-        self._shipper = _open_shipper(plan, places, world)
+        self._shipping = shipping
         self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
         self._costs = Costs(plan, restore_seconds)
-
-    def __enter__(self) -> Self:
-        if self._shipper is not None:
-            self._shipper.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shipper is not None:
-            self._shipper.close()
 
     @property
     def stage(self) -> int:
@@ -96,6 +83,7 @@ class Saver:
             CannotSave: too many saves in a row have failed.
         """
         self.finish()
+        self._note_shipped()
         texts = {
             "run.toml": self._plan.run_text,
             "deepspeed.json": self._plan.deepspeed_text,
@@ -127,20 +115,11 @@ class Saver:
         self._note(self._saves.finish())
 
     def ship_rest(self) -> None:
-        """Wait until every checkpoint is shipped, or for as long as that is worth it. Collective."""
-        deadline = monotonic() + SHIP_PATIENCE_SECONDS
-        while True:
-            done = self._shipper is None or self._shipper.wait(2.0) or monotonic() > deadline
-            if all(gather_objects(self._world, done)):
-                break
-        left = self._shipper.unshipped() if self._shipper is not None else []
-        for steps in gather_objects(self._world, left):
-            if steps:
-                self._tell(
-                    f"the checkpoints of steps {', '.join(f'{s:,}' for s in steps[::-1])} are not shipped to "
-                    f"{self._plan.ship_to}; they are in {self._places.root}, and another start ships them"
-                )
+        """Wait for what is not shipped yet; then delete here what need not stay. Collective."""
+        self._shipping.finish()
         self._note_shipped()
+        if self._places.leads(self._world) and self._shipping.is_on:
+            self._prune()
 
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
         """Probe while the files are written, then wait for them."""
@@ -160,7 +139,6 @@ class Saver:
                 stall_seconds=outcome.stall_seconds,
                 total_seconds=outcome.total_seconds,
             )
-            self._note_shipped()
             for line in self._costs.note(outcome):
                 self._tell(line)
             return
@@ -182,7 +160,7 @@ class Saver:
     def _note_shipped(self) -> None:
         """Record what has been shipped from this host since the last look."""
         shipped = {f for f in published(self._places.root) if f not in self._seen_shipped and is_shipped(f)}
-        for folder in sorted(shipped) if self._shipper is not None else []:
+        for folder in sorted(shipped):
             mark = json.loads((folder / SHIPPED).read_text())
             self._monitor.event(
                 "shipped", checkpoint=folder.name, bytes=mark["bytes"], seconds=mark["seconds"]
@@ -191,21 +169,25 @@ class Saver:
 
     def _published(self, step: int) -> None:
         """On a leader's thread, after a checkpoint is complete."""
-        section = self._plan.run.checkpoint
         if self._world.is_main:
             try:
                 note_saved(self._plan.out, step)
             except (OSError, InputError) as error:  # the checkpoint is there all the same
                 self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
             shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
-        if self._shipper is not None:
-            self._shipper.wake()
+        self._shipping.retire()
+        self._shipping.wake()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete what need not stay in this host's folder. On its leader."""
+        section = self._plan.run.checkpoint
         prune(
             self._places.root,
             keep=section.keep,
             keep_every_steps=self._plan.keep_every_steps,
             tell=self._tell,
-            only_shipped=self._shipper is not None,
+            only_shipped=self._shipping.is_on,
         )
 
     def _manifest(self, state: RunState) -> Manifest:
@@ -257,21 +239,6 @@ class Costs:
             mtbf = self._section.mtbf.seconds
             lines += advice_lines(advice(stall, median(self._totals), self._restore_seconds, mtbf, interval))
         return lines
-
-
-def _open_shipper(plan: Plan, places: Places, world: World) -> Shipper | None:
-    """This host's shipper, on its leader. Collective."""
-    leaders = [rank for rank, leads in enumerate(gather_objects(world, places.leads(world))) if leads]
-    if plan.ship_to is None or not places.leads(world):
-        return None
-    return Shipper(
-        places.root,
-        plan.ship_to,
-        leaders.index(world.rank),
-        len(leaders),
-        plan.run.checkpoint.keep,
-        plan.keep_every_steps,
-    )
 
 
 def fits_in_memory(

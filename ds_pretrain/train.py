@@ -49,6 +49,7 @@ from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.run_directory import KnownRun, RunLock, claim
 from ds_pretrain.saving import Saver
+from ds_pretrain.shipping import Shipping
 from ds_pretrain.state import RunState
 from ds_pretrain.step import evaluate, measure, take_step
 from ds_pretrain.stop import StopSignal
@@ -87,7 +88,10 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
+    shipping = Shipping(plan, places, world, tell)
     if found is not None and found.state.step == plan.last_step:
+        with shipping:
+            shipping.finish()
         if world.is_main:
             say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
         return
@@ -99,7 +103,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         state = _resume(found, engine, feed, plan, monitor, began, world)
         validation = validation_sets(plan, inputs)
         seconds = perf_counter() - began
-        saver = stack.enter_context(Saver(plan, record, engine, monitor, places, seconds, world, tell))
+        stack.enter_context(shipping)
+        saver = Saver(plan, record, engine, monitor, places, shipping, seconds, world, tell)
         while state.step < plan.last_step:
             started = perf_counter()
             batch = feed.at(state)

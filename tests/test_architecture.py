@@ -32,7 +32,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         ["data", "models", "checkpoint", "monitor", "engine", "partitions", "run_directory", "stop"], 2
     ),
-    **dict.fromkeys(["preflight", "opening", "saving", "step", "probing", "train", "sample", "launch"], 3),
+    **dict.fromkeys(["preflight", "opening", "saving", "shipping", "step", "probing", "train", "sample", "launch"], 3),
     **dict.fromkeys(["cli", "checkpoint_commands", "verify_resume", "__main__"], 4),
 }
 SEES_SIBLING = {
@@ -40,7 +40,8 @@ SEES_SIBLING = {
     ("engine", "partitions"),
     ("train", "preflight"),
     ("step", "saving"),
-    *(("train", part) for part in ("opening", "probing", "saving", "step")),
+    ("saving", "shipping"),
+    *(("train", part) for part in ("opening", "probing", "saving", "shipping", "step")),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
     ("cli", "verify_resume"),

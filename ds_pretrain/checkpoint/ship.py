@@ -72,7 +72,8 @@ class Rounds:
         root, rest, waiting = Path(self.order.root), 0.0, False
         for folder in unshipped(root):
             try:
-                progress = ship(folder, self._opened(), self.order.host, self.order.num_hosts)
+                order = self.order
+                progress = ship(folder, self._opened(), order.host, order.num_hosts, self._tidied)
             except (NotAsListed, ValueError) as error:  # this one is broken, not the way
                 rest = self._later(folder, error)
                 continue
@@ -80,7 +81,6 @@ class Rounds:
                 rest = self._later(folder, error)
                 break
             if progress is Progress.SHIPPED:
-                self._tidied()
                 self.failures = self.waits = 0
                 return 0.0  # a newer one may have been published meanwhile
             waiting |= progress is Progress.WAITING

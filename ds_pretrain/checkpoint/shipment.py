@@ -8,7 +8,7 @@ any moment and started again. docs/design/shipping.md says why.
 
 import json
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -32,8 +32,13 @@ class NotAsListed(Exception):
     """A checkpoint here is not what its manifest says."""
 
 
-def ship(folder: Path, remote: Remote, host: int, num_hosts: int) -> Progress:
+def ship(
+    folder: Path, remote: Remote, host: int, num_hosts: int, whole: Callable[[], None] = lambda: None
+) -> Progress:
     """Take one published checkpoint as far as this host can now; never waits for others.
+
+    `whole` is called once it is whole at the place and before it is marked so here: what has to be done
+    there too before anyone believes that nothing is left to do.
 
     Raises:
         OSError: the store, or the disk here.
@@ -44,14 +49,16 @@ def ship(folder: Path, remote: Remote, host: int, num_hosts: int) -> Progress:
     if text is None:
         return Progress.GONE
     try:
-        return _ship(folder, remote, host, num_hosts, text)
+        return _ship(folder, remote, host, num_hosts, text, whole)
     except Exception:
         if _manifest_text(folder) != text:
             return Progress.GONE
         raise
 
 
-def _ship(folder: Path, remote: Remote, host: int, num_hosts: int, text: bytes) -> Progress:
+def _ship(
+    folder: Path, remote: Remote, host: int, num_hosts: int, text: bytes, whole: Callable[[], None]
+) -> Progress:
     manifest = parse_manifest(text.decode())
     step = manifest.step
     there = remote.read(step, MANIFEST)
@@ -68,6 +75,7 @@ def _ship(folder: Path, remote: Remote, host: int, num_hosts: int, text: bytes) 
         remote.write(step, MANIFEST, text)
         if remote.read(step, MANIFEST) != text:
             raise OSError(f"{remote.place}: the manifest of step {step} reads back as something else")
+    whole()
     return _mark(folder, remote, host, manifest, text, Progress.SHIPPED)
 
 

@@ -1,0 +1,289 @@
+"""Checkpoints in folders of each host's own and at a place they were shipped to: real runs, real ranks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain import shipping
+from ds_pretrain.checkpoint import ship as ship_module
+from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
+from ds_pretrain.checkpoint.retention import is_shipped
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.plan import Plan
+from ds_pretrain.world import World
+from tests.ranks import run_ranks
+from tests.runs.golden import run_rank, trace
+from tests.runs.starts import Ended, Stop, start
+from tests.scenario import LLAMA, deepspeed_json, make_run
+
+PLAIN = {**LLAMA, "attention_dropout": 0.0}
+
+
+def _on_its_own_host(
+    world: World, run_file: str, hosts: str, overrides: tuple[str, ...] = (), stop: Stop | None = None
+) -> Ended:
+    """A start where each rank is a host of its own, with a disk of its own."""
+    patch = pytest.MonkeyPatch()
+    mine = Path(hosts) / f"host_{world.rank}"
+    mine.mkdir(parents=True, exist_ok=True)
+    patch.setattr(Plan, "checkpoints", property(lambda self: mine / "run"))
+    patch.setenv("LOCAL_RANK", "0")
+    ended = start(World(world.rank, world.size, 0), run_file, overrides, stop)
+    patch.undo()
+    return ended
+
+
+def _local(folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
+    run_file = make_run(folder, steps=6, save_every="2 steps", model=PLAIN, **options)
+    return run_file, (f"checkpoint.local={folder}/hosts", "checkpoint.keep=2")
+
+
+def _steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*") if path.is_dir())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
+    tmp_path: Path, stage: int
+) -> None:
+    run_file, overrides = _local(tmp_path / "run", deepspeed=deepspeed_json(stage))
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+
+    manifest = parse_manifest((out / "checkpoints" / "step_000000006" / MANIFEST).read_text())
+    for rank in (0, 1):
+        folder = hosts / f"host_{rank}" / "run" / "step_000000006"
+        held = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+        assert f"rng/rank_{rank:05d}.pt" in held
+        assert f"rng/rank_{1 - rank:05d}.pt" not in held
+        assert is_shipped(folder)
+        assert _steps(folder.parent) == [4, 6]  # and of the older ones only what was shipped is gone
+    copies = out / "checkpoints" / "step_000000006"
+    assert {p.relative_to(copies).as_posix() for p in copies.rglob("*") if p.is_file()} >= set(manifest.files)
+    assert _steps(out / "checkpoints") == [4, 6]
+    events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "shipped"]
+    assert {event["checkpoint"] for event in events} >= {"step_000000004", "step_000000006"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("nothing", ""),
+        ("a host", "it is not on"),
+        ("all hosts", "it is not on"),
+        ("a file", "cannot be read"),
+        ("a bit", "the checksum of"),
+    ],
+)
+def test_p22_a_restore_takes_what_the_hosts_have_and_fetches_the_rest(
+    tmp_path: Path, lost: str, said: str
+) -> None:
+    straight_file, _ = _local(tmp_path / "straight")
+    run_ranks(run_rank, 2, str(straight_file))
+    run_file, overrides = _local(tmp_path / "run")
+    hosts = tmp_path / "hosts"
+    stopped = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
+    assert [ended.code for ended in stopped] == [EXIT_PREEMPTED] * 2
+
+    for rank in {"a host": [1], "all hosts": [0, 1]}.get(lost, []):
+        shutil.rmtree(hosts / f"host_{rank}")
+    shard = next((hosts / "host_1" / "run" / "step_000000004").glob("*optim_states.pt"), Path())
+    if lost == "a file":
+        shard.unlink()
+    if lost == "a bit":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(bytes(data))
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert said in ranks[0].stderr
+    assert ("fetching what is missing from" in ranks[0].stderr) == (lost != "nothing")
+    assert "step_000000004: 4 of 6 steps done" in ranks[0].stdout
+    assert trace(tmp_path / "run" / "out") == trace(tmp_path / "straight" / "out")
+    if lost == "a bit":  # what was wrong is still there to look at
+        assert list((hosts / "host_1" / "run").rglob("*.broken")) != []
+
+
+def test_without_a_whole_copy_the_checkpoint_before_it_is_used(tmp_path: Path) -> None:
+    """The newest was never shipped, and a host is gone."""
+    run_file, overrides = _local(tmp_path / "run")
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
+    shutil.rmtree(hosts / "host_1" / "run" / "step_000000004")
+    shutil.rmtree(out / "checkpoints" / "step_000000004")
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "step_000000004 is broken: it is not on" in ranks[0].stderr
+    assert "set aside as step_000000004.broken" in ranks[0].stderr
+    assert "2 of 6 steps done" in ranks[0].stdout
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_another_number_of_ranks_puts_the_hosts_pieces_together(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_sequences": 1}
+    straight_file, _ = _local(tmp_path / "straight", **options)
+    run_ranks(run_rank, before, str(straight_file))
+    run_file, overrides = _local(tmp_path / "run", **options)
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    run_ranks(_on_its_own_host, before, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
+    if before == 2:  # never shipped: only the hosts have it
+        shutil.rmtree(out / "checkpoints" / "step_000000004")
+        if after == 1:
+            shutil.move(
+                next((hosts / "host_1" / "run" / "step_000000004").glob("*optim_states.pt")),
+                tmp_path / "gone",
+            )
+            (hosts / "host_1" / "run" / "step_000000004" / MANIFEST).unlink()
+            ranks = run_ranks(
+                _on_its_own_host, after, str(run_file), str(hosts), overrides, Stop("file", 0, 2)
+            )
+            assert "is on none of these hosts" in ranks[0].stderr  # one host is left, with half of it
+            assert "2 of 6 steps done" in ranks[0].stdout
+            return
+    ranks = run_ranks(_on_its_own_host, after, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * after
+    assert "putting the checkpoint of step 4 together" in ranks[0].stderr
+    assert f"ranks {before} -> {after}" in ranks[0].stderr
+    losses = [
+        [step["loss"] for step in trace(folder / "out")]
+        for folder in (tmp_path / "run", tmp_path / "straight")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert not (out / "assembled").exists()  # once a newer one is saved
+
+
+def test_hosts_that_share_what_should_be_their_own_are_told_so(tmp_path: Path) -> None:
+    run_file, overrides = _local(tmp_path / "run")
+    ranks = run_ranks(_on_one_disk, 2, str(run_file), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    assert f"checkpoint.local = {tmp_path}/run/hosts is one folder on" in ranks[0].stderr
+
+
+def _on_one_disk(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("LOCAL_RANK", "0")
+    ended = start(world, run_file, overrides)
+    patch.undo()
+    return ended
+
+
+def test_ranks_of_one_host_share_its_local_folder(tmp_path: Path) -> None:
+    """As the launcher starts them: one leads, and nothing is fetched."""
+    run_file, overrides = _local(tmp_path / "run")
+    assert [e.code for e in run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))] == [
+        EXIT_PREEMPTED
+    ] * 2
+    ranks = run_ranks(start, 2, str(run_file), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "fetching" not in ranks[0].stderr
+    [root] = (tmp_path / "run" / "hosts").iterdir()
+    assert _steps(root) == [4, 6]
+    assert _steps(tmp_path / "run" / "out" / "checkpoints") == [4, 6]
+
+
+def test_a_run_directory_that_is_lost_comes_back_from_where_it_was_shipped(tmp_path: Path) -> None:
+    straight_file = make_run(tmp_path / "straight", steps=6, save_every="2 steps")
+    run_ranks(run_rank, 2, str(straight_file))
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
+    shutil.rmtree(tmp_path / "run" / "out")
+    ranks = run_ranks(start, 2, str(run_file), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "fetching what is missing from" in ranks[0].stderr
+    assert "4 of 6 steps done" in ranks[0].stdout
+    assert trace(tmp_path / "run" / "out")[-2:] == trace(tmp_path / "straight" / "out")[-2:]
+
+
+def test_a_broken_checkpoint_is_mended_from_its_copy_and_a_broken_copy_is_not_used(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
+    here = tmp_path / "run" / "out" / "checkpoints" / "step_000000004"
+    shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (here / shard).write_bytes(b"")
+    ranks = run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 4))
+    assert f"{shard} has 0 bytes" in ranks[0].stderr
+    assert "step_000000004: 4 of 6 steps done" in ranks[0].stdout
+    assert (here / f"{shard}.broken").read_bytes() == b""
+
+
+def test_a_copy_that_is_broken_too_is_not_used(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
+    shard = "step_000000004/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    for root in (tmp_path / "run" / "out" / "checkpoints", tmp_path / "vault"):
+        (root / shard).write_bytes((root / shard).read_bytes()[:-1] + b"?")
+    ranks = run_ranks(start, 2, str(run_file), overrides)
+    assert "and its copy cannot be used" in ranks[0].stderr
+    assert "is not what the manifest lists" in ranks[0].stderr
+    assert "step_000000002: 2 of 6 steps done" in ranks[0].stdout
+
+
+def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(tmp_path: Path) -> None:
+    """It may answer at the next start: no older checkpoint is taken for that."""
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
+    root = tmp_path / "run" / "out" / "checkpoints"
+    (root / "step_000000004" / "rng" / "rank_00001.pt").unlink()
+    names = sorted(path.name for path in root.iterdir())
+    ranks = run_ranks(_with_a_dead_place, 2, str(run_file), overrides)
+    assert [ended.code for ended in ranks] == [1, 1]
+    assert "start again when that works" in ranks[0].stderr
+    assert sorted(path.name for path in root.iterdir()) == names
+    assert "Traceback" not in ranks[0].stderr
+
+
+def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+    from ds_pretrain.checkpoint.remote import Remote
+
+    def dead(self: Remote, step: int, name: str, path: Path) -> Any:
+        raise ConnectionError(f"{self.place}: cannot read {name} of step {step}: the host is down")
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Remote, "fetch", dead)
+    ended = start(world, run_file, overrides)
+    patch.undo()
+    return ended
+
+
+def test_two_runs_do_not_ship_to_one_place(tmp_path: Path) -> None:
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    one, other = (make_run(tmp_path / name, name=name, steps=4) for name in ("one", "other"))
+    assert [e.code for e in run_ranks(start, 1, str(one), overrides)] == [EXIT_FINISHED]
+    for folder in (tmp_path / "vault").glob("step_*"):
+        shutil.rmtree(folder)
+    [ended] = run_ranks(start, 1, str(other), overrides)
+    assert ended.code == EXIT_BAD_INPUT
+    assert f"checkpoint.ship_to = {tmp_path}/vault holds the checkpoints of another run" in ended.stderr
+    assert json.loads((tmp_path / "vault" / "run.json").read_text())["name"] == "one"
+
+
+def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_start(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path / "run", steps=4, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    [ended] = run_ranks(_with_no_patience, 1, str(run_file), overrides)
+    assert ended.code == EXIT_FINISHED
+    assert "the checkpoints of steps 1, 2, 4 are not shipped to" in ended.stderr
+    [ended] = run_ranks(start, 1, str(run_file), (*overrides, "schedule.length=4 steps"))
+    assert "all 4 steps are done" in ended.stdout
+    assert _steps(tmp_path / "vault") == [1, 2, 4]
+
+
+def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(shipping, "PATIENCE_SECONDS", 0.0)
+    patch.setattr(ship_module.Shipper, "start", lambda self: None)
+    patch.setattr(ship_module.Shipper, "wake", lambda self: None)
+    ended = start(world, run_file, overrides)
+    patch.undo()
+    return ended
