@@ -1,18 +1,21 @@
 """SIGKILL at every write point and at any moment: nothing saved is lost, and the result is bit for bit."""
 
 import random
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_pretrain.checkpoint.layout import step_of
 from ds_pretrain.world import World
 from tests.checkpoint import killed_shipping
 from tests.ranks import KILLED, run_ranks
 from tests.runs.chaos import SHIPPING_MODULES, Kill, Left, arm, look, lost, run_killed, write_points
 from tests.runs.elastic import restore_and_save
 from tests.runs.golden import trace, validations
+from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run
 
 INTERVAL = 2
@@ -41,6 +44,13 @@ PUBLISHING = [
 PRUNING = [Kill(0, "prune"), Kill(0, "delete"), Kill(0, "delete", passes=1)]
 CONVERTING = [Kill(0, f"convert_{at}") for at in ("begin", "check", "global", "manifest", "publish", "clean")]
 SAVED_AGAIN = [Kill(0, "set the old one aside"), Kill(0, "sync the folder")]
+FETCHING = [
+    Kill(0, "fetch *"),
+    Kill(1, "fetch *optim_states.pt"),
+    Kill(0, "fetched *optim_states.pt"),
+    Kill(1, "fetched *", passes=2),
+    Kill(0, "publish fetched"),
+]
 SEEDED = random.Random(1)
 # Slow steps: the fastest machine shall not come to the end of the run.
 MOMENTS = [Kill(place % 2, seconds=SEEDED.uniform(0.2, 1.6), step_sleeps=0.2) for place in range(8)]
@@ -48,7 +58,7 @@ MOMENTS = [Kill(place % 2, seconds=SEEDED.uniform(0.2, 1.6), step_sleeps=0.2) fo
 
 def test_every_write_point_of_the_source_is_killed_at() -> None:
     """Here; in the process that ships, tests/checkpoint/test_ship.py kills at each in turn."""
-    kills = [*WRITES, *PUBLISHING, *PRUNING, *CONVERTING, *SAVED_AGAIN]
+    kills = [*WRITES, *PUBLISHING, *PRUNING, *CONVERTING, *SAVED_AGAIN, *FETCHING]
     there = Path(killed_shipping.__file__).read_text()
     assert all(f"{module.rpartition('.')[2]}.write_point = " in there for module in SHIPPING_MODULES)
     found = write_points()
@@ -130,6 +140,23 @@ def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(tmp_path: P
         left = _kill(killed_file, kill, left, ranks=1)
         assert left.newest == 4
     _assert_bitwise(killed_file, straight)
+
+
+def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bits(
+    tmp_path: Path, straight: dict[int, tuple[list[Any], Path]]
+) -> None:
+    run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3)), tmp_path / "vault"
+    overrides = (f"checkpoint.ship_to={vault}",)
+    assert [ended.code for ended in run_ranks(start, 2, str(run_file), overrides)] == [0, 0]
+    shutil.rmtree(tmp_path / "out" / "checkpoints")  # the disk is lost; at the place, what came after step 4
+    for folder in vault.glob("step_*"):
+        if step_of(folder.name) not in (2, 4):
+            shutil.rmtree(folder)
+    for kill in FETCHING:
+        assert run_ranks(run_killed, 2, str(run_file), kill, overrides, allow_kill=True) == [KILLED] * 2, kill
+        assert look(tmp_path / "out").torn == (), kill
+        assert look(tmp_path / "out").newest == 0, kill
+    _assert_bitwise(run_file, straight[3], overrides)
 
 
 def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
