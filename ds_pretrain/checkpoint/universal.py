@@ -28,7 +28,7 @@ from ds_pretrain.checkpoint.universal_layout import (
     cache_of,
     parse_universal,
 )
-from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.errors import InputError, RunError, agreed
 from ds_pretrain.files import checksum
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, from_main, gather_objects
@@ -136,10 +136,11 @@ def opened(folder: Path, accept_missing: Collection[str], world: World, tell: Te
         p for found in gather_objects(world, _foreign_problems(folder, accept_missing, world)) for p in found
     ]
     if problems:
-        raise InputError(dict.fromkeys(problems))
+        raise agreed(InputError(dict.fromkeys(problems)))
     lacking = _lacking(folder)
     for name in lacking:
-        tell(f"{folder} has no {name}, as accept_missing allows: {MISSING[name]}")
+        allowed_by = "--trust-pickle" if name == "manifest" else "accept_missing"
+        tell(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
     manifest = None if "manifest" in lacking else _read(folder)
     counters = from_main(world, _foreign_counters(folder, manifest) if world.is_main else None)
     step, optimizer_steps = counters
@@ -280,11 +281,12 @@ def _foreign_problems(folder: Path, accept_missing: Collection[str], world: Worl
         return [f"accept_missing names {', '.join(unknown)}; expected some of {', '.join(MISSING)}"]
     if not (folder / "zero" / "optimizer_state.pt").is_file() or not list(folder.glob("*_model_states.pt")):
         return [
-            f"{folder} is no universal checkpoint (zero/optimizer_state.pt and a *_model_states.pt): make "
-            "one with `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`"
+            f"{folder} is neither a checkpoint of ours (a {MANIFEST}) nor a universal one "
+            "(zero/optimizer_state.pt and a *_model_states.pt): name the folder of one, or make one with "
+            "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`"
         ]
     problems = [
-        f"{folder} has no {name}: {MISSING[name]}; if that is right, add {name!r} to accept_missing"
+        f"{folder} has no {name}: {MISSING[name]}; if that is right, {_allowing(name)}"
         for name in _lacking(folder)
         if name not in accept_missing
     ]
@@ -294,6 +296,10 @@ def _foreign_problems(folder: Path, accept_missing: Collection[str], world: Worl
         except (OSError, ValueError) as error:
             problems.append(f"{folder}: {error}")
     return problems
+
+
+def _allowing(name: str) -> str:
+    return "start with --trust-pickle" if name == "manifest" else f"add {name!r} to accept_missing"
 
 
 def _foreign_counters(folder: Path, manifest: UniversalManifest | None) -> tuple[int, int]:
