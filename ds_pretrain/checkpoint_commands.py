@@ -2,10 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import load_plan
+
+if TYPE_CHECKING:
+    from ds_pretrain.checkpoint.remote import Remote
 
 EXIT_DIFFERENT = 1  # of `diff`, as that of diff(1)
 
@@ -18,12 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
     )
     parser.add_argument("--all", action="store_true", help="verify: every checkpoint, as without a step")
+    parser.add_argument(
+        "--shipped", action="store_true", help="list, verify, pin, unpin: at checkpoint.ship_to of a run file"
+    )
     parser.set_defaults(call=checkpoints_command)
 
 
 def checkpoints_command(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
-    root = _root(Path(words.run))
+    if words.shipped and words.action not in _ACTIONS_THERE:
+        raise InputError(f"checkpoints {words.action}: --shipped belongs to {', '.join(_ACTIONS_THERE)}")
     if words.all and words.action != "verify":
         raise InputError(f"checkpoints {words.action}: --all belongs to verify")
     if words.all and words.names:
@@ -35,7 +44,9 @@ def checkpoints_command(words: argparse.Namespace) -> int:
             f"checkpoints {words.action}: {len(words.names)} checkpoint(s) named, expected {counts}, like "
             f"`checkpoints RUN {words.action}{' 1000' * expected[-1]}`"
         )
-    return _ACTIONS[words.action](root, words.names)
+    if words.shipped:
+        return _ACTIONS_THERE[words.action](_place(Path(words.run)), words.names)
+    return _ACTIONS[words.action](_root(Path(words.run)), words.names)
 
 
 def _root(run: Path) -> Path:
@@ -45,6 +56,62 @@ def _root(run: Path) -> Path:
     if run.is_dir() and published(run):
         return run
     return (run if run.is_dir() else load_plan(run).out) / "checkpoints"
+
+
+def _place(run: Path) -> "Remote":
+    """Where the checkpoints of a run file are shipped to."""
+    from ds_pretrain.checkpoint.remote import remote_at
+
+    place = load_plan(run).ship_to
+    if place is None:
+        raise InputError(f"{run}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there")
+    return remote_at(place)
+
+
+def _list_there(remote: "Remote", names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import entries_there, table
+
+    lines = table(list(entries_there(remote)), datetime.now(UTC))
+    print("\n".join(lines) or f"{remote.place} holds no checkpoint")
+    return 0
+
+
+def _verify_there(remote: "Remote", names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import wrong_there
+
+    steps = [_step_there(remote, names[0])] if names else remote.steps()
+    reasons = {step: wrong_there(remote, step) for step in steps}
+    for step, reason in reasons.items():
+        print(f"step {step:,}  {reason or 'intact'}")
+    if any(reasons.values()):
+        raise InputError(f"not every checkpoint at {remote.place} is intact")
+    return 0
+
+
+def _pin_there(remote: "Remote", names: list[str]) -> int:
+    from ds_pretrain.checkpoint.retention import PINNED
+
+    step = _step_there(remote, names[0])
+    remote.write(step, PINNED, b"")
+    print(f"step {step:,} is kept for good at {remote.place}")
+    return 0
+
+
+def _unpin_there(remote: "Remote", names: list[str]) -> int:
+    from ds_pretrain.checkpoint.retention import PINNED
+
+    step = _step_there(remote, names[0])
+    remote.remove(step, PINNED)
+    print(f"step {step:,} is pruned in its turn at {remote.place}")
+    return 0
+
+
+def _step_there(remote: "Remote", name: str) -> int:
+    step, there = _step(name), remote.steps()
+    if step not in there or step is None:
+        listed = ", ".join(f"{s:,}" for s in there) or "none"
+        raise InputError(f"{remote.place} has no checkpoint of step {name}; it has: {listed}")
+    return step
 
 
 def _list(root: Path, names: list[str]) -> int:
@@ -130,6 +197,12 @@ _ACTIONS: Mapping[str, Callable[[Path, list[str]], int]] = {
     "pin": _pin,
     "unpin": _unpin,
     "universal": _universal,
+}
+_ACTIONS_THERE: Mapping[str, Callable[["Remote", list[str]], int]] = {
+    "list": _list_there,
+    "verify": _verify_there,
+    "pin": _pin_there,
+    "unpin": _unpin_there,
 }
 # How many checkpoints each is told.
 _NUM_NAMES = {"list": (0,), "verify": (0, 1), "diff": (2,), "pin": (1,), "unpin": (1,), "universal": (1,)}

@@ -17,6 +17,7 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
     step_of,
 )
+from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped
 from ds_pretrain.checkpoint.verdict import broken_reason
 from ds_pretrain.errors import InputError
@@ -58,10 +59,44 @@ def entries(root: Path) -> Iterator[Entry]:
         )
 
 
+def entries_there(remote: Remote) -> Iterator[Entry]:
+    """Every checkpoint at another place, newest first. Reads manifests only."""
+    for step in remote.steps():
+        manifest, reason = None, None
+        try:
+            manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
+        except ValueError as error:
+            reason = f"its manifest cannot be read: {error}"
+        marked = {mark: remote.size(step, mark) is not None for mark in (CALM, PINNED)}
+        folder = Path(step_name(step))
+        yield Entry(folder, step, manifest, reason, marked[CALM], marked[PINNED], True, None)
+
+
+def wrong_there(remote: Remote, step: int) -> str | None:
+    """Why a checkpoint at another place is broken, or None: every file is read to its end."""
+    try:
+        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
+    except ValueError as error:
+        return f"its manifest cannot be read: {error}"
+    for name, entry in manifest.files.items():
+        found = remote.entry(step, name)
+        if found != entry:
+            what = "is not there" if found is None else "is not what the manifest lists"
+            return f"{name} {what}"
+    return None
+
+
 def listed(root: Path, now: datetime | None = None) -> Iterator[str]:
     """The checkpoints under `root` as a table; then what is broken, and what was set aside."""
     now = now or datetime.now(UTC)
-    found = list(entries(root))
+    yield from table(list(entries(root)), now)
+    for folder in sorted(root.glob(f"step_*{BROKEN}*")):
+        age = ago(now.timestamp() - folder.stat().st_mtime)
+        yield f"{folder.name}: set aside as broken, last touched {age} ago; no start uses it"
+
+
+def table(found: Sequence[Entry], now: datetime) -> Iterator[str]:
+    """A line for each, under a header; what is broken with the reason."""
     rows = {e.step: _row(e, e.manifest, now) for e in found if e.manifest is not None and e.reason is None}
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows.values(), strict=True)]
     if found:
@@ -71,9 +106,6 @@ def listed(root: Path, now: datetime | None = None) -> Iterator[str]:
             yield _aligned(rows[entry.step], widths)
         else:
             yield f"{entry.step:>{widths[0]},}  BROKEN: {entry.reason}"
-    for folder in sorted(root.glob(f"step_*{BROKEN}*")):
-        age = ago(now.timestamp() - folder.stat().st_mtime)
-        yield f"{folder.name}: set aside as broken, last touched {age} ago; no start uses it"
 
 
 def chosen(root: Path, step: int) -> Path:

@@ -11,10 +11,12 @@ from ds_pretrain import shipping
 from ds_pretrain.checkpoint import ship as ship_module
 from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.retention import is_shipped
+from ds_pretrain.cli import main
 from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import Plan
 from ds_pretrain.world import World
+from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Ended, Stop, start
@@ -287,3 +289,52 @@ def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended
+
+
+def _with_s3(
+    world: World,
+    run_file: str,
+    hosts: str,
+    server: tuple[str, int],
+    overrides: tuple[str, ...],
+    stop: Stop | None,
+) -> Ended:
+    patch = pytest.MonkeyPatch()
+    use_s3(patch, *server, Path(run_file).parent)
+    ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
+    patch.undo()
+    return ended
+
+
+def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight_file, _ = _local(tmp_path / "straight")
+    run_ranks(run_rank, 2, str(straight_file))
+    run_file, overrides = _local(tmp_path / "run")
+    place = f"s3://{BUCKET}/run"
+    run_file.write_text(run_file.read_text().replace("[checkpoint]", f'[checkpoint]\nship_to = "{place}"'))
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    with s3_server() as server:
+        first = run_ranks(_with_s3, 2, str(run_file), str(hosts), server, overrides, Stop("file", 0, 3))
+        assert [ended.code for ended in first] == [EXIT_PREEMPTED] * 2
+        shutil.rmtree(hosts)
+        shutil.rmtree(out)
+        second = run_ranks(_with_s3, 2, str(run_file), str(hosts), server, overrides, None)
+        assert [ended.code for ended in second] == [EXIT_FINISHED] * 2
+        assert f"fetching what is missing from {place}" in second[0].stderr
+        assert "4 of 6 steps done" in second[0].stdout
+
+        use_s3(monkeypatch, *server, tmp_path)
+        assert main(["checkpoints", str(run_file), "--shipped"]) == 0
+        assert main(["checkpoints", str(run_file), "verify", "--shipped"]) == 0
+        assert main(["checkpoints", str(run_file), "pin", "4", "--shipped"]) == 0
+        said = capsys.readouterr().out
+        assert [line.split()[0] for line in said.splitlines()[:3]] == ["step", "6", "4"]
+        assert "step 6  intact\nstep 4  intact\nstep 4 is kept for good" in said
+        assert main(["checkpoints", str(run_file), "verify", "5", "--shipped"]) == EXIT_BAD_INPUT
+        assert main(["checkpoints", str(run_file), "diff", "4", "6", "--shipped"]) == EXIT_BAD_INPUT
+    assert trace(out)[-2:] == trace(tmp_path / "straight" / "out")[-2:]
+    written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
+    spoken = [text.encode() for ended in (*first, *second) for text in (ended.stdout, ended.stderr)]
+    assert not any(SECRET.encode() in text for text in (*written, *spoken))
