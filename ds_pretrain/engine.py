@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_pretrain import partitions
+from ds_pretrain import engine_load, partitions
 from ds_pretrain.deepspeed_json import gradient_clipping, uses_bf16, zero_stage
-from ds_pretrain.errors import RunError
+from ds_pretrain.files import Capture
 from ds_pretrain.world import World, uses_gpu
 
 with warnings.catch_warnings():
@@ -31,7 +31,6 @@ with warnings.catch_warnings():
     import deepspeed
 
 ParameterGroups = Sequence[Mapping[str, Any]]
-Capture = Callable[[Any, Path], None]  # takes what a file would hold, and its path
 
 
 @dataclass(frozen=True)
@@ -236,68 +235,16 @@ class ZeroEngine:
         return failures[0] if failures else None
 
     def load(self, folder: Path, tag: str) -> None:
-        """Load, then clear what DeepSpeed leaves behind of a window that was open."""
-        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        self._clear_window(path, folder / tag)
+        """As this number of ranks saved it; nothing is left of a window that was open."""
+        engine_load.load(self._engine, folder, tag)
 
     def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
-        """DeepSpeed's universal load, and the repair of what it gets wrong.
-
-        It gives all groups the options of the first and all states one step, and leaves buffers and frozen
-        parameters as they were initialized.
-        """
-        engine, before = self._engine, partitions.live_options(self._engine)
-        engine._config.load_universal_checkpoint = True
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns that there is no tensor parallelism
-        try:
-            path, _ = engine.load_checkpoint(str(folder), tag=tag)
-        finally:
-            engine._config.load_universal_checkpoint = False
-            quiet_deepspeed()
-        self._clear_window(path, folder / tag)
-        state = torch.load(
-            folder / tag / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False
-        )
-        partitions.repair_options(engine, before, state["param_groups"])
-        partitions.repair_steps(engine, optimizer_steps)
-        return [
-            *self._restore_rest(folder / tag / "rest.pt"),
-            *partitions.differences(engine, folder / tag, optimizer_steps),
-        ]
+        """DeepSpeed's universal load, and the repair of what it gets wrong."""
+        return engine_load.load_universal(self._engine, folder, tag, optimizer_steps)
 
     def group_members(self) -> list[tuple[str, list[str]]]:
         """As the optimizer holds them."""
         return partitions.group_members(self._engine)
-
-    def _restore_rest(self, path: Path) -> list[str]:
-        """Buffers and frozen parameters; what the file lacks of them."""
-        rest = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
-        buffers, frozen = rest.get("buffers", {}), rest.get("frozen", {})
-        module = self._engine.module
-        persistent = set(self._engine._get_buffer_names())
-        own = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-        fixed = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        for name in own.keys() & buffers.keys():
-            own[name].copy_(buffers[name])
-        with torch.no_grad(), deepspeed.zero.GatheredParameters(list(fixed.values()), modifier_rank=0):
-            for name in fixed.keys() & frozen.keys():
-                if (
-                    fixed[name].numel() == frozen[name].numel()
-                ):  # whole on rank 0, and everywhere below ZeRO-3
-                    fixed[name].copy_(frozen[name])
-        missing = sorted((own.keys() - buffers.keys()) | (fixed.keys() - frozen.keys()))
-        return [f"{name}: the checkpoint does not hold it" for name in missing]
-
-    def _clear_window(self, path: str | None, folder: Path) -> None:
-        if path is None:
-            raise RunError(f"DeepSpeed found no checkpoint in {folder}, though its manifest verified")
-        optimizer = self._engine.optimizer
-        optimizer.zero_grad()
-        optimizer.averaged_gradients = {}
-        if hasattr(optimizer, "all_grad_tensors"):  # ZeRO-1 and 2: zero_grad leaves what has been accumulated
-            optimizer.all_grad_tensors = {}
-            optimizer.micro_step_id = -1
-        self._engine.micro_steps = self._engine.global_steps
 
     def digest(self) -> str:
         """SHA-256 over this rank's partitions, in the optimizer's own order."""

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+IGNORED = -100  # the label of a token that is no target: no loss and no number counts it
+
 
 @dataclass(frozen=True)
 class StepRecord:

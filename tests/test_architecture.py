@@ -25,19 +25,25 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         [
             *("config", "complaints", "paths", "timeline", "schedules", "state", "record", "plan"),
-            *("deepspeed_json", "deepspeed_keys", "deepspeed_values", "interval"),
+            *("deepspeed_json", "deepspeed_keys", "deepspeed_values", "interval", "watchdog", "watchdog_plot", "robust"),
         ],
         1,
     ),
     **dict.fromkeys(
-        ["data", "models", "checkpoint", "monitor", "engine", "partitions", "run_directory", "stop"], 2
+        [
+            *("data", "models", "checkpoint", "monitor"),
+            *("engine", "engine_load", "partitions", "run_directory", "stop"),
+        ],
+        2,
     ),
-    **dict.fromkeys(["preflight", "opening", "saving", "shipping", "step", "probing", "train", "sample", "launch"], 3),
+    **dict.fromkeys(["preflight", "opening", "saving", "shipping", "step", "probing", "train", "sample", "launch", "watchdog_replay"], 3),
     **dict.fromkeys(["cli", "checkpoint_commands", "verify_resume", "__main__"], 4),
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("engine", "engine_load"),
     ("engine", "partitions"),
+    ("engine_load", "partitions"),
     ("train", "preflight"),
     ("step", "saving"),
     ("saving", "shipping"),
@@ -50,7 +56,7 @@ HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit co
 
 # Where a library may be imported at all: a module, or a part as a whole.
 WALLS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("engine", "checkpoint.universal", "checkpoint.snapshot"),
+    "deepspeed": ("engine", "engine_load", "checkpoint.universal", "checkpoint.snapshot"),
     "transformers": ("models", "data.prepare", "data.tokenizer", "checkpoint.export"),
     "datasets": ("data",),
     "tokenizers": ("data",),

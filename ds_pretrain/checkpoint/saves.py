@@ -13,20 +13,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from ds_pretrain.checkpoint.behind import Job, Stage
-from ds_pretrain.checkpoint.layout import MANIFEST, PARTIAL, RUN_STATE, FileEntry, Manifest, step_name
+from ds_pretrain.checkpoint.layout import (
+    MANIFEST,
+    PARTIAL,
+    REPLACED,
+    RUN_STATE,
+    FileEntry,
+    Manifest,
+    step_name,
+)
 from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.rng import rng_bytes, rng_file
+from ds_pretrain.checkpoint.rng import RNG, rng_bytes, rng_file
 from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
 from ds_pretrain.errors import RunError
-from ds_pretrain.files import free_bytes, sync_folder, write_atomic, write_point
+from ds_pretrain.files import Capture, free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects, gather_rows
 
-Capture = Callable[[Any, Path], None]
 _PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
 
 
@@ -176,7 +183,8 @@ class Saves:
     def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
         if self._leads:
             shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
-        return Outcome(step, "; ".join(problems), 0, stall_seconds, perf_counter() - began)
+        told = "; ".join(dict.fromkeys(problems))
+        return Outcome(step, told, 0, stall_seconds, perf_counter() - began)
 
     def _own(self, problem: object) -> str | None:
         return None if problem is None else f"rank {self._world.rank}: {problem}"
@@ -211,7 +219,7 @@ def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> No
     write_atomic(unfinished / MANIFEST, manifest.to_json())
     if final.exists():  # the same step again, after older weights were restored
         write_point("set the old one aside")
-        final.rename(root / f"{name}.old{PARTIAL}")
+        final.rename(root / f"{name}{REPLACED}")
     write_point("rename")
     unfinished.rename(final)
     write_point("sync the folder")
@@ -234,7 +242,7 @@ def _start_partial(unfinished: Path, expected_bytes: int) -> None:
         raise RunError(
             f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {expected_bytes:,}"
         )
-    unfinished.mkdir()
+    (unfinished / RNG).mkdir(parents=True)
 
 
 def _by_name(entries: Mapping[Path, FileEntry], folder: Path) -> dict[str, FileEntry]:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import SampleIds, Sampler
+from ds_pretrain.record import IGNORED
 from ds_pretrain.state import RunState, SkipLedger
 from ds_pretrain.world import World, uses_gpu
 
-IGNORED = -100  # label of a token that is not trained on
 _READ_AHEAD_STEPS = 2
 
 

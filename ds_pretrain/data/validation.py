@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.feed import IGNORED, MicroBatch, to_micro_batch
+from ds_pretrain.data.feed import MicroBatch, to_micro_batch
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.record import IGNORED
 from ds_pretrain.world import World
 
 

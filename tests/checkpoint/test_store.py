@@ -14,8 +14,9 @@ from ds_pretrain.checkpoint import places, saves, snapshot, store
 from ds_pretrain.checkpoint.layout import parse_manifest, published, step_name
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
-from ds_pretrain.checkpoint.saves import Capture, Outcome, Saves, save_now
+from ds_pretrain.checkpoint.saves import Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.files import Capture
 from ds_pretrain.state import RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
 from tests.checkpoint.test_layout import MANIFEST
@@ -374,7 +375,7 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     prune(tmp_path, keep=1, keep_every_steps=None, tell=told.append)
-    torn = tmp_path / "step_000000003.old.partial"
+    torn = tmp_path / "step_000000003.doomed.partial"
     assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
 
@@ -413,3 +414,42 @@ def test_the_manifest_is_written_last_and_names_every_file_with_its_size(tmp_pat
     sizes = {name: (folder / name).stat().st_size for name in manifest.files}
     assert {name: entry.bytes for name, entry in manifest.files.items()} == sizes
     assert manifest.total_bytes == sum(sizes.values())
+
+
+def test_p19_what_a_kill_left_without_its_name_is_named_and_gets_it_back_if_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    """Between the two renames of a step that is saved again, neither the old nor the new one has the name."""
+    world = World()
+    for step in (3, 6):
+        _save(tmp_path, step, world)
+    whole = tmp_path / "step_000000006"
+    shutil.copytree(whole, tmp_path / "step_000000006.replaced.partial")
+    whole.rename(tmp_path / "step_000000006.partial")
+    shutil.copytree(tmp_path / "step_000000003", tmp_path / "step_000000009.partial")
+    (tmp_path / "step_000000009.partial" / "manifest.json").unlink()
+    found, told, raised = _find(tmp_path, world)
+    assert (found, raised) == ("step_000000006", None)
+    assert told == [
+        "step_000000006 was whole and had not got its name when it was saved: it has it now",
+        "step_000000009.partial was not finished when it was saved; passed over, deleted after the next save",
+    ]
+    assert (tmp_path / "step_000000006.replaced.partial").exists()  # until the next save
+
+
+def test_p19_the_older_save_of_a_step_comes_back_if_the_newer_is_not_whole(tmp_path: Path) -> None:
+    world = World()
+    _save(tmp_path, 6, world)
+    shutil.copytree(tmp_path / "step_000000006", tmp_path / "step_000000006.partial")
+    (tmp_path / "step_000000006").rename(tmp_path / "step_000000006.replaced.partial")
+    (tmp_path / "step_000000006.partial" / "run.toml").write_text("cut")
+    found, told, _ = _find(tmp_path, world)
+    assert found == "step_000000006"
+    assert told == ["step_000000006 was whole and had not got its name when it was saved: it has it now"]
+
+
+def test_what_is_being_deleted_does_not_come_back(tmp_path: Path) -> None:
+    world = World()
+    _save(tmp_path, 3, world)
+    (tmp_path / "step_000000003").rename(tmp_path / "step_000000003.doomed.partial")
+    assert _find(tmp_path, world) == (None, [], None)

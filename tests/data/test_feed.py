@@ -9,8 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ds_pretrain.data.feed import IGNORED, Batch, to_micro_batch
+from ds_pretrain.data.feed import Batch, to_micro_batch
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.record import IGNORED
 from ds_pretrain.state import RunState, Skip, SkipLedger
 from tests.data.in_memory import SEQ_LEN, feed_of, sampler_of, source_of
 

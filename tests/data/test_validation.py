@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_pretrain.data.feed import IGNORED, MicroBatch
+from ds_pretrain.data.feed import MicroBatch
 from ds_pretrain.data.validation import ValidationSet, make_validation_set, validation_batches
+from ds_pretrain.record import IGNORED
 from ds_pretrain.world import World
 from tests.data.in_memory import SEQ_LEN, source_of
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_pretrain.data.feed import IGNORED, Batch, MicroBatch
+from ds_pretrain.data.feed import Batch, MicroBatch
 from ds_pretrain.models.build import build_model
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.plan import Plan
-from ds_pretrain.record import StepRecord
+from ds_pretrain.record import IGNORED, StepRecord
 from ds_pretrain.state import RunState
 from ds_pretrain.step import measure, take_step
 from ds_pretrain.world import World

@@ -1,5 +1,6 @@
 """What we rely on in DeepSpeed, on real ranks: each test fails when DeepSpeed, or our use of it, changes."""
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,9 @@ def _save_and_load(world: World, run_file: str, folder: str) -> Any:
         outcomes.append((restored, (losses, opened.digest()) == expected))
     decays = [group["weight_decay"] for group in opened._engine.optimizer.param_groups]  # type: ignore[attr-defined]
     names = sorted(path.name for path in Path(folder).iterdir())
-    return unmoved, outcomes, decays, names
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+    return unmoved, outcomes, decays, names, mapped
 
 
 @pytest.mark.parametrize(("bf16", "num_ranks"), [(False, 1), (False, 2), (True, 2)])
@@ -172,11 +175,12 @@ def test_what_is_saved_loads_exactly_in_the_live_engine_and_in_a_new_one(
     config = deepspeed_json(stage, bf16)
     run_file = make_run(tmp_path / "run", deepspeed=config, model=NO_DROPOUT)
     results = run_ranks(_save_and_load, num_ranks, str(run_file), str(tmp_path / "shards"))
-    for unmoved, outcomes, decays, names in results:
+    for unmoved, outcomes, decays, names, mapped in results:
         assert unmoved
         assert outcomes == [(True, True), (True, True)]
         assert decays == [0.1, 0.0]  # as the JSON says, and none for norms and embeddings
         assert "latest" not in names
+        assert mapped == []  # nothing of the engine lies in a file that may be pruned
 
 
 def _fail_to_write(world: World, run_file: str, folder: str) -> Any:
