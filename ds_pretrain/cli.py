@@ -142,6 +142,13 @@ def sample_command(words: argparse.Namespace) -> int:
     return 0
 
 
+def watchdog_command(words: argparse.Namespace) -> int:
+    """What the watchdog says of a recorded curve."""
+    from ds_pretrain.watchdog_replay import watchdog_command as judge_recording
+
+    return judge_recording(words)
+
+
 def _world_source(words: argparse.Namespace) -> str:
     if words.hostfile is not None:
         return f"--hostfile {words.hostfile}"
@@ -170,7 +177,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds_pretrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_check, _add_prepare, _add_checkpoints, _add_verify_resume, _add_sample):
+    for add in (
+        _add_train,
+        _add_check,
+        _add_prepare,
+        _add_checkpoints,
+        _add_verify_resume,
+        _add_sample,
+        _add_watchdog,
+    ):
         add(commands)
     return parser
 
@@ -273,6 +288,18 @@ def _add_sample(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     parser.set_defaults(call=sample_command)
+
+
+def _add_watchdog(commands: Commands) -> None:
+    parser = commands.add_parser("watchdog", help="judge a recorded loss curve, and plot the verdicts")
+    parser.add_argument(
+        "curve", metavar="CURVE.csv|RUN", help="columns step, loss, grad_norm; or a run's directory or file"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="watchdog.key=value", help="judges with another value"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the plot there")
+    parser.set_defaults(call=watchdog_command)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

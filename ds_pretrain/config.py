@@ -169,6 +169,18 @@ class CheckpointSection(Section):
     stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
 
 
+class WatchdogSection(Section):
+    """What the watchdog calls usual, and how long it waits; it judges with this very object."""
+
+    window: Annotated[int, Field(ge=2, le=10_000)] = 200  # accepted values that spreads are taken over
+    loss_sigmas: Positive = 6.0  # a loss so many spreads above the expected opens a spike
+    norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
+    patience: Count = 30  # steps that a spike may take to heal
+    drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
+    non_finite: Count = 20  # steps in a row
+    mode: Literal["act", "observe", "off"] = "act"
+
+
 class MonitorSection(Section):
     """What a person sees, every how many steps; metrics.jsonl gets every step."""
 
@@ -194,7 +206,25 @@ class Run(Section):
     phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=1)]
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
+    watchdog: WatchdogSection = WatchdogSection()
     monitor: MonitorSection = MonitorSection()
+
+
+class _WatchdogOnly(Section):
+    watchdog: WatchdogSection = WatchdogSection()
+
+
+def parse_watchdog(overrides: Sequence[str]) -> WatchdogSection:
+    """The defaults, with `watchdog.key=value` overrides. Raises InputError with every problem."""
+    data: dict[str, Any] = {}
+    problems = [problem for override in overrides for problem in _apply(data, override)]
+    try:
+        section = _WatchdogOnly.model_validate(data).watchdog
+    except ValidationError as error:
+        raise InputError(problems + [explain(e, _WatchdogOnly) for e in error.errors()]) from None
+    if problems:
+        raise InputError(problems)
+    return section
 
 
 def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:

@@ -1,0 +1,313 @@
+"""Tells a harmless spike from a sick run: one step's record and a memory in, a verdict and a memory out.
+
+A pure state machine: no clock, no I/O, no randomness. Every rank runs it on the same all-rank record and
+comes to the same verdict. A value is judged before it enters the statistics, and enters them only if it was
+found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, log
+from typing import Any, Literal, Protocol
+
+from ds_pretrain.config import WatchdogSection
+from ds_pretrain.robust import Usual, accept, num_last_above, num_recent, score
+
+Action = Literal["ok", "watch", "roll_back"]
+Kind = Literal[
+    "blip",  # the loss was high for one step, and is not any more
+    "spike",  # the loss is high, or was for several steps; may still heal
+    "lasting_spike",  # it was given `patience` and did not heal
+    "drift",  # the loss rises slowly
+    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
+    "norm_rise",  # the gradient norm rises; the loss has not moved yet
+    "frozen_norm",  # the gradient norm is the same number again and again
+    "non_finite",  # loss or norm is no number, or negative
+    "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
+]
+
+LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
+LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
+NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
+SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
+DRIFT_SPREADS = 1.75  # a drift is at least that many spreads, whatever `drift` allows
+ONSET_SHARE = 1 / 6  # of the threshold: a spike began where values without a gap exceed it
+ONSET_REACH = 5  # steps before the threshold was passed, at most
+HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
+CALM_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
+GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
+
+
+class StepLike(Protocol):
+    """What is judged of a step; StepRecord has it, and so has a point of a recorded curve."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def loss_max_rank(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def update_applied(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps of one kind of trouble."""
+
+    onset: int  # the step where it began
+    num_steps: int  # so far, up to the last that was bad
+    num_calm: int = 0  # steps since then
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All that the judgement remembers. Of bounded size, whatever the length of the run."""
+
+    step: int | None = None  # of the last record
+    phase: str | None = None
+    loss: Usual = field(default_factory=Usual)
+    norm: Usual = field(default_factory=Usual)  # of the logarithm of the gradient norm
+    spike: Stretch | None = None
+    fall: Stretch | None = None
+    norm_rise: Stretch | None = None
+    non_finite: Stretch | None = None
+    guessing: Stretch | None = None
+    last_norm: float | None = None
+    same_norm: Stretch | None = None
+    lowest_level: float | None = None  # the lowest median of recent losses
+    drift_halfway: int | None = None  # the step at which the rise above it was half of a drift
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types; floats survive text exactly."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Memory":
+        """Read `to_json`, also after it was text."""
+        usual = {name: _usual_from_json(data[name]) for name in ("loss", "norm")}
+        stretches = {name: Stretch(**value) for name, value in data.items() if name in _STRETCHES and value}
+        return Memory(**{**data, **usual, **stretches})
+
+
+def _usual_from_json(data: Mapping[str, Any]) -> Usual:
+    series = {name: tuple(data[name]) for name in ("recent", "residuals")}
+    return Usual(**{**data, **series})
+
+
+_STRETCHES = ("spike", "fall", "norm_rise", "non_finite", "guessing", "same_norm")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a step, and why."""
+
+    action: Action = "ok"
+    kind: Kind | None = None  # with "ok": what has just healed
+    onset: int | None = None  # the step where it began
+    message: str = ""  # for a person
+
+    @property
+    def roll_back(self) -> bool:
+        return self.action == "roll_back"
+
+
+OK = Verdict()
+Judged = tuple[Memory, Verdict]
+
+
+def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm: bool = True) -> Judged:
+    """Judge one step; the memory to judge the next one with, and the verdict.
+
+    `has_norm` is False for a recorded curve that lacks the gradient norm: a missing one is else non-finite.
+    After a "roll_back" the memory is that of a run that has just begun, for whoever goes on regardless.
+    """
+    if settings.mode == "off":
+        return memory, OK
+    if not _is_finite(record, has_norm):
+        return _judge_non_finite(settings, memory, record)
+    if record.phase != memory.phase:  # level shifts are expected here: what was usual is not any more
+        memory = Memory(step=memory.step, phase=record.phase)
+    memory = replace(memory, non_finite=None)
+    stride = 1 if memory.step is None else record.step - memory.step
+    memory = replace(memory, step=record.step)
+    memory, guessing = _judge_guessing(settings, memory, record)
+    memory, frozen = _judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
+    memory, loss = _judge_loss(settings, memory, record, stride)
+    memory, drift = _judge_drift(settings, memory)
+    memory, norm = _judge_norm(settings, memory, record.grad_norm if has_norm else None, stride)
+    verdict = min((loss, drift, guessing, frozen, norm), key=_severity)  # the first of the gravest
+    if verdict.roll_back:
+        memory = Memory(step=record.step, phase=record.phase)
+    return memory, verdict
+
+
+def _severity(verdict: Verdict) -> int:
+    return {"roll_back": 0, "watch": 1, "ok": 2 if verdict.kind else 3}[verdict.action]
+
+
+def _is_finite(record: StepLike, has_norm: bool) -> bool:
+    values = (record.loss, record.loss_max_rank, *((record.grad_norm,) if has_norm else ()))
+    return all(value is not None and isfinite(value) and value >= 0 for value in values)
+
+
+def _longer(stretch: Stretch | None, step: int, num_before: int = 0, stride: int = 1) -> Stretch:
+    """The stretch with one more step, or a new one that began `num_before` steps earlier."""
+    if stretch is None:
+        return Stretch(step - num_before * stride, num_before + 1)
+    return replace(stretch, num_steps=stretch.num_steps + stretch.num_calm + 1, num_calm=0)
+
+
+def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
+    """Such values enter no statistics. Told to roll back once a streak: more would say nothing new."""
+    streak = _longer(memory.non_finite, record.step)
+    memory = replace(memory, step=record.step, non_finite=streak)
+    norm = "none" if record.grad_norm is None else f"{record.grad_norm:g}"
+    message = (
+        f"loss {record.loss:g} (highest rank {record.loss_max_rank:g}), gradient norm {norm}: not finite, "
+        f"{streak.num_steps} in a row since step {streak.onset}"
+    )
+    if record.update_applied:
+        message += "; the update was applied, so the weights may be damaged"
+    action: Action = "roll_back" if streak.num_steps == settings.non_finite else "watch"
+    return memory, Verdict(action, "non_finite", streak.onset, message)
+
+
+def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
+    if record.loss <= GUESSING:
+        return replace(memory, guessing=None), OK
+    stretch = _longer(memory.guessing, record.step)
+    memory = replace(memory, guessing=stretch)
+    if stretch.num_steps < settings.patience:
+        return memory, OK  # a start from bad weights looks like this, and is over soon
+    message = (
+        f"loss {record.loss:.4g} and above ln(1,000,000) = {GUESSING:.1f} since step {stretch.onset}: "
+        "worse than guessing from any vocabulary"
+    )
+    return memory, Verdict("roll_back", "worse_than_guessing", stretch.onset, message)
+
+
+def _judge_same_norm(settings: WatchdogSection, memory: Memory, norm: float | None) -> Judged:
+    """The same norm of different batches, to the last bit, is not a norm of their gradients."""
+    if norm is None or norm != memory.last_norm:
+        return replace(memory, last_norm=norm, same_norm=None), OK
+    assert memory.step is not None
+    stretch = _longer(memory.same_norm, memory.step)
+    memory = replace(memory, same_norm=stretch)
+    if 2 * stretch.num_steps < settings.patience:
+        return memory, OK
+    message = f"the gradient norm is {norm:g} at {stretch.num_steps} more steps since step {stretch.onset}"
+    action: Action = "roll_back" if stretch.num_steps >= settings.patience else "watch"
+    return memory, Verdict(action, "frozen_norm", stretch.onset, message)
+
+
+def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, stride: int) -> Judged:
+    usual = memory.loss
+    if not _is_warm(settings, usual):
+        return replace(memory, loss=accept(usual, record.loss, settings.window)), OK
+    floor = _loss_floor(usual)
+    sigmas = score(usual, record.loss, floor)
+    if memory.spike is not None and sigmas < settings.loss_sigmas * HEALED_SHARE:
+        return _calmer(settings, memory, memory.spike, record)
+    if memory.spike is not None or sigmas > settings.loss_sigmas:
+        num_before = num_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
+        spike = _longer(memory.spike, record.step, num_before, stride)
+        return replace(memory, spike=spike, fall=None), _spike_verdict(settings, usual, record, sigmas, spike)
+    if sigmas < -settings.loss_sigmas:
+        return _judge_fall(settings, memory, record, sigmas)
+    return replace(memory, fall=None, loss=accept(usual, record.loss, settings.window)), OK
+
+
+def _is_warm(settings: WatchdogSection, usual: Usual) -> bool:
+    """Whether enough is known to judge by: a quarter of the window."""
+    return len(usual.residuals) >= max(1, settings.window // 4)
+
+
+def _loss_floor(usual: Usual) -> float:
+    return max(LOSS_FLOOR * usual.centre, LOSS_FLOOR_NATS)
+
+
+def _spike_verdict(
+    settings: WatchdogSection, usual: Usual, record: StepLike, sigmas: float, spike: Stretch
+) -> Verdict:
+    message = (
+        f"loss {record.loss:.4g} (highest rank {record.loss_max_rank:.4g}) is {sigmas:.1f} spreads above "
+        f"{usual.centre:.4g}, since step {spike.onset}"
+    )
+    if spike.num_steps >= settings.patience:
+        message += f", and did not heal within {settings.patience} steps"
+        return Verdict("roll_back", "lasting_spike", spike.onset, message)
+    return Verdict("watch", "spike", spike.onset, message)
+
+
+def _calmer(settings: WatchdogSection, memory: Memory, spike: Stretch, record: StepLike) -> Judged:
+    """One usual loss in a spike may be luck; two in a row end it."""
+    memory = replace(memory, loss=accept(memory.loss, record.loss, settings.window))
+    if spike.num_calm + 1 < CALM_STEPS:
+        return replace(memory, spike=replace(spike, num_calm=spike.num_calm + 1)), OK
+    memory = replace(memory, spike=None)
+    if spike.num_steps == 1:
+        return memory, Verdict("ok", "blip", spike.onset, f"one-step blip at step {spike.onset}")
+    message = f"spike of {spike.num_steps} steps at step {spike.onset} has healed"
+    return memory, Verdict("ok", "spike", spike.onset, message)
+
+
+def _judge_fall(settings: WatchdogSection, memory: Memory, record: StepLike, sigmas: float) -> Judged:
+    """A lower loss does no harm, but may mean that the data are not what they should be."""
+    fall = _longer(memory.fall, record.step)
+    message = (
+        f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.centre:.4g}, since step "
+        f"{fall.onset}: too easy or repeated data, or a change of rate?"
+    )
+    verdict = Verdict("watch", "fall", fall.onset, message)
+    if fall.num_steps < settings.patience:
+        return replace(memory, fall=fall), verdict
+    return Memory(step=memory.step, phase=memory.phase), verdict  # this is the new level
+
+
+def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
+    """A rise of the median of recent losses above the lowest it has been, in share and in spreads."""
+    usual = memory.loss
+    if not _is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
+        return memory, OK
+    level = usual.centre
+    lowest = level if memory.lowest_level is None else min(level, memory.lowest_level)
+    spread = max(usual.spread, _loss_floor(usual))
+    rise = level - lowest
+    drift = min(rise / (settings.drift * max(lowest, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread))
+    halfway = None if drift < 0.5 else memory.drift_halfway or memory.step
+    memory = replace(memory, lowest_level=lowest, drift_halfway=halfway)
+    if halfway is None:
+        return memory, OK
+    assert memory.step is not None
+    onset = max(1, 2 * halfway - memory.step)  # as much before half the rise as this is after it
+    message = (
+        f"the median of the last {len(usual.recent)} losses rose from {lowest:.4g} to {level:.4g} "
+        f"({rise / spread:.1f} spreads), since about step {onset}"
+    )
+    return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
+
+
+def _judge_norm(settings: WatchdogSection, memory: Memory, norm: float | None, stride: int) -> Judged:
+    """A high norm alone is watched, never rolled back: many bursts leave no trace in the loss."""
+    usual = memory.norm
+    if norm is None or memory.spike is not None or memory.fall is not None:
+        return memory, OK
+    value = log(max(norm, SMALLEST_NORM))
+    if not _is_warm(settings, usual) or (sigmas := score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas:
+        return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
+    assert memory.step is not None
+    num_before = num_last_above(usual, settings.norm_sigmas * ONSET_SHARE, NORM_FLOOR, ONSET_REACH)
+    rise = _longer(memory.norm_rise, memory.step, num_before, stride)
+    message = (
+        f"gradient norm {norm:.4g} is {sigmas:.1f} spreads above the usual, since step {rise.onset}; "
+        "the loss has not moved"
+    )
+    verdict = Verdict("watch", "norm_rise", rise.onset, message)
+    if rise.num_steps < settings.window:
+        return replace(memory, norm_rise=rise), verdict
+    return replace(memory, norm_rise=None, norm=Usual()), verdict  # this is the new level
