@@ -15,6 +15,8 @@ from ds_pretrain.record import Probe
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 PARTIAL = ".partial"
+REPLACED = f".replaced{PARTIAL}"  # a checkpoint whose step was saved again
+DOOMED = f".doomed{PARTIAL}"  # a checkpoint that is being deleted
 BROKEN = ".broken"
 _STEP = re.compile(r"step_(\d{9,})")
 _RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")

@@ -21,6 +21,7 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
 )
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
+from ds_pretrain.checkpoint.rng import RNG
 from ds_pretrain.errors import RunError, agreed
 from ds_pretrain.files import checksum, sync_folder, write_atomic, write_point
 from ds_pretrain.world import World, from_main, gather_objects
@@ -97,7 +98,7 @@ def complete(
     building = folder if exists else folder.with_name(folder.name + PARTIAL)
     problem = None
     if places.leads(world):
-        problem = _tried(lambda: (building / "rng").mkdir(parents=True, exist_ok=True))
+        problem = _tried(lambda: (building / RNG).mkdir(parents=True, exist_ok=True))
     problem = next((p for p in gather_objects(world, problem) if p is not None), None)
     for name in wrong:
         problem = problem or _fetched(places.remote, manifest, name, building)
@@ -121,7 +122,7 @@ def assembled(places: Places, manifest: Manifest, text: str, world: World, tell:
     tell(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
     problem = None
     if world.is_main:
-        problem = _tried(lambda: (building / "rng").mkdir(parents=True, exist_ok=True))
+        problem = _tried(lambda: (building / RNG).mkdir(parents=True, exist_ok=True))
     problem = from_main(world, problem)
     held = gather_objects(world, held_here(places, manifest, text) if places.leads(world) else [])
     for place, name in enumerate(manifest.files):

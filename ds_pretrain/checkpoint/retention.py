@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import MANIFEST, PARTIAL, published, step_of
+from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.files import write_point
 
@@ -46,7 +46,7 @@ def prune(
     for step in doomed(list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=protected):
         try:
             write_point("prune")
-            folders[step].rename(folders[step].with_name(f"{folders[step].name}.old{PARTIAL}"))
+            folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))
         except OSError as error:
             tell(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
     for torn in (*root.glob(f"*{PARTIAL}"), *orphans(root)):

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_pretrain.errors import RunError
 from ds_pretrain.world import uses_gpu
+
+RNG = "rng"  # the folder of the streams in a checkpoint
 
 
 def seed_streams(seed: int, rank: int) -> None:
@@ -62,7 +65,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
 
 def rng_file(rank: int) -> str:
     """Where a rank's streams lie in a checkpoint."""
-    return f"rng/rank_{rank:05d}.pt"
+    return f"{RNG}/rank_{rank:05d}.pt"
 
 
 def rng_bytes() -> bytes:
@@ -73,5 +76,17 @@ def rng_bytes() -> bytes:
 
 
 def load_streams(folder: Path, rank: int) -> None:
-    """Restore this rank's streams from a checkpoint; a missing or foreign file is an error, never skipped."""
-    restore_streams(torch.load(folder / rng_file(rank), weights_only=True, map_location="cpu"))
+    """Restore this rank's streams from a checkpoint.
+
+    Raises:
+        RunError: the file is missing, is not ours, or holds more than plain types: never skipped.
+    """
+    path = folder / rng_file(rank)
+    try:
+        restore_streams(torch.load(path, weights_only=True, map_location="cpu"))
+    except Exception as error:  # of pickle, zip, torch, or of what is inside
+        raise RunError(
+            f"the random streams of rank {rank} cannot be restored from {path} "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}); "
+            "put the file back as it was saved, or move this checkpoint away to use the one before it"
+        ) from error

@@ -40,7 +40,7 @@ __all__ = ["Order", "Rounds", "Shipper", "ship"]
 LOCK = ".ship.lock"
 IDLE_SECONDS = 1.0  # between looks for something new
 _SLOWEST_SECONDS = 60.0  # between tries
-_SLOWEST_WAIT_SECONDS = 4.0  # between looks whether other hosts are done
+_FIRST_WAIT_SECONDS, _SLOWEST_WAIT_SECONDS = 0.1, 4.0  # between looks whether other hosts are done
 _REOPEN_AFTER = 5  # failures in a row: credentials may have been renewed
 _CLOSE_SECONDS = 5.0
 
@@ -87,7 +87,9 @@ class Rounds:
         self._marked()
         self.failures = self.failures + 1 if rest else 0
         self.waits = self.waits + 1 if waiting else 0
-        return rest or min(IDLE_SECONDS * 2.0 ** min(self.waits, 10), _SLOWEST_WAIT_SECONDS)
+        if not waiting:
+            return rest or IDLE_SECONDS
+        return rest or min(_FIRST_WAIT_SECONDS * 2.0 ** min(self.waits, 10), _SLOWEST_WAIT_SECONDS)
 
     def _opened(self) -> Remote:
         if self.remote is None or (self.failures and self.failures % _REOPEN_AFTER == 0):

@@ -18,6 +18,7 @@ from ds_pretrain.checkpoint.layout import (
     step_of,
 )
 from ds_pretrain.checkpoint.places import Places, Tell, assembled
+from ds_pretrain.checkpoint.recovery import recover
 from ds_pretrain.checkpoint.rng import load_streams
 from ds_pretrain.checkpoint.universal import Universal, UniversalShards, layout_changes, opened, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
@@ -50,7 +51,7 @@ def find(places: Places, world: World, tell: Tell) -> Found | None:
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = gather_objects(world, _steps_here(places) if places.leads(world) else ([], False))
+    told = gather_objects(world, _steps_here(places, world, tell) if places.leads(world) else ([], False))
     shipped = from_main(world, _shipped_steps(places) if world.is_main else None)
     if isinstance(shipped, str):
         raise agreed(RunError(shipped))
@@ -139,8 +140,11 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
     return found.state
 
 
-def _steps_here(places: Places) -> tuple[list[int], bool]:
+def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bool]:
     """The steps in this host's folder, and whether something was set aside there before."""
+    for line in recover(places.root):
+        if world.is_main:
+            tell(line)
     steps = [step for folder in published(places.root) if (step := step_of(folder.name)) is not None]
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 

@@ -15,6 +15,7 @@ from ds_pretrain.checkpoint.rng import (
     rng_file,
     seed_streams,
 )
+from ds_pretrain.errors import RunError
 
 
 def _draws() -> list[float]:
@@ -78,5 +79,5 @@ def test_capturing_moves_nothing() -> None:
 
 
 def test_a_missing_file_is_an_error_and_not_a_fresh_stream(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="rank_00001"):
+    with pytest.raises(RunError, match=r"rank_00001.*put the file back as it was saved"):
         load_streams(tmp_path, 1)

@@ -215,7 +215,10 @@ def test_a_torn_folder_is_no_checkpoint_and_the_next_save_of_its_step_replaces_i
     torn = tmp_path / "step_000000006.partial"
     torn.mkdir()
     (torn / "zero_pp_rank_9_mp_rank_00_model_states.pt").write_text("of a save that was killed")
-    assert _find(tmp_path, world) == ("step_000000003", [], None)
+    told = (
+        "step_000000006.partial was not finished when it was saved; passed over, deleted after the next save"
+    )
+    assert _find(tmp_path, world) == ("step_000000003", [told], None)
     _save(tmp_path, 6, world)
     assert "rank_9" not in (tmp_path / "step_000000006/manifest.json").read_text()
     assert _names(tmp_path) == ["latest", "step_000000003", "step_000000006"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint.layout import step_of
+from ds_pretrain.checkpoint.recovery import recover
 from ds_pretrain.world import World
 from tests.checkpoint import killed_shipping
 from tests.ranks import KILLED, run_ranks
@@ -43,7 +44,7 @@ PUBLISHING = [
 ]
 PRUNING = [Kill(0, "prune"), Kill(0, "delete"), Kill(0, "delete", passes=1)]
 CONVERTING = [Kill(0, f"convert_{at}") for at in ("begin", "check", "global", "manifest", "publish", "clean")]
-SAVED_AGAIN = [Kill(0, "set the old one aside"), Kill(0, "sync the folder")]
+SAVED_AGAIN = [Kill(0, point) for point in ("set the old one aside", "rename", "sync the folder")]
 FETCHING = [
     Kill(0, "fetch *"),
     Kill(1, "fetch *optim_states.pt"),
@@ -171,5 +172,6 @@ def test_a_kill_while_a_step_is_saved_again_leaves_a_checkpoint_of_that_step(tmp
     assert left.newest == 6
     for kill in SAVED_AGAIN:
         assert run_ranks(_save_again, 2, str(run_file), kill, allow_kill=True) == [KILLED] * 2
+        list(recover(tmp_path / "out" / "checkpoints"))  # what a start does first
         assert look(tmp_path / "out").newest == 6, kill
         assert look(tmp_path / "out").torn == ()
