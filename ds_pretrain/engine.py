@@ -161,6 +161,7 @@ class ZeroEngine:
     def __init__(self, engine: Any, clip: float | None) -> None:
         self._engine = engine
         self._clip = clip
+        self._captured: list[Callable[[], None]] = []  # wait until copies of a save are made
         self.device: torch.device = torch.device(engine.device)
 
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -176,6 +177,7 @@ class ZeroEngine:
         """Set the rate on the live groups, then step: no scheduler object that could disagree."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
+        self._await_copies()
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = _finite(self._engine.get_global_grad_norm())
@@ -221,7 +223,7 @@ class ZeroEngine:
                 if capture is None:
                     write(state_dict, path)
                 else:
-                    capture(state_dict, Path(path))
+                    self._captured.append(capture(state_dict, Path(path)))
             except Exception as error:  # told by the return value, once every rank is through
                 failures.append(error)
 
@@ -236,15 +238,22 @@ class ZeroEngine:
 
     def load(self, folder: Path, tag: str) -> None:
         """As this number of ranks saved it; nothing is left of a window that was open."""
+        self._await_copies()
         engine_load.load(self._engine, folder, tag)
 
     def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
         """DeepSpeed's universal load, and the repair of what it gets wrong."""
+        self._await_copies()
         return engine_load.load_universal(self._engine, folder, tag, optimizer_steps)
 
     def group_members(self) -> list[tuple[str, list[str]]]:
         """As the optimizer holds them."""
         return partitions.group_members(self._engine)
+
+    def _await_copies(self) -> None:
+        """Before anything changes that a save still copies."""
+        while self._captured:
+            self._captured.pop()()
 
     def digest(self) -> str:
         """SHA-256 over this rank's partitions, in the optimizer's own order."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from ds_pretrain.errors import InputError
 
-Capture = Callable[[Any, Path], None]  # takes what a file would hold, and its path
+# Takes what a file would hold, and its path. What it returns waits until nothing of that is needed any more.
+Capture = Callable[[Any, Path], Callable[[], None]]
 _CHUNK_BYTES = 1 << 20  # small enough to be summed while it lies in a core's cache
 
 

@@ -41,7 +41,10 @@ class Saveable(Protocol):
     """What a save needs of an engine. Collective."""
 
     def save(self, folder: Path, tag: str, capture: Capture) -> Exception | None:
-        """Hand this rank's files to `capture`; why it could not, once every rank is through."""
+        """Hand this rank's files to `capture`, and call what that returns before the next update or load.
+
+        Why it could not, once every rank is through.
+        """
         ...
 
 
@@ -62,6 +65,7 @@ class _InFlight:
     manifest: Manifest
     began: float
     stall_seconds: float
+    snapshot: Snapshot
     job: Job[dict[Path, FileEntry]]
     here: Mapping[str, FileEntry] | None = None  # the files in this host's folder, once all are written
     publishing: Job[None] | None = None  # on a leader
@@ -110,9 +114,10 @@ class Saves:
         stall = perf_counter() - began
         problems = gather_objects(self._world, (problem, stall))
         if any(p for p, _ in problems):
+            snapshot.abandon()
             return self._failed(state.step, [p for p, _ in problems if p], max(s for _, s in problems), began)
         job = Job(snapshot.write, "snapshot")
-        self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), job)
+        self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), snapshot, job)
         return None
 
     @property
@@ -135,12 +140,15 @@ class Saves:
         problem = self._own(save.job.error)
         entries = {} if problem else save.job.result()
         leader = self._places.leader(self._world)
-        told = gather_objects(self._world, (problem, leader, _by_name(entries, self._folder(save))))
+        mine = (leader, _by_name(entries, self._folder(save)))
+        told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
+        save.stall_seconds += max(waited for _, waited, _ in told)
         if any(p for p, _, _ in told):
             self._save = None
             return self._failed(save.step, [p for p, _, _ in told if p], save.stall_seconds, save.began)
-        save.here = {name: entry for _, of, e in told if of == leader for name, entry in e.items()}
-        save.manifest = replace(save.manifest, files=dict(sorted(i for _, _, e in told for i in e.items())))
+        save.here = {name: e for _, _, (of, own) in told if of == leader for name, e in own.items()}
+        everything = (item for _, _, (_, own) in told for item in own.items())
+        save.manifest = replace(save.manifest, files=dict(sorted(everything)))
         if self._leads:
             publish_all = partial(self._publish_and_tell, save.step, save.manifest, save.here)
             save.publishing = Job(publish_all, "publish")
@@ -219,7 +227,10 @@ def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> No
     write_atomic(unfinished / MANIFEST, manifest.to_json())
     if final.exists():  # the same step again, after older weights were restored
         write_point("set the old one aside")
-        final.rename(root / f"{name}{REPLACED}")
+        replaced = root / f"{name}{REPLACED}"
+        if replaced.exists():  # of a save of this step that was killed
+            shutil.rmtree(replaced)
+        final.rename(replaced)
     write_point("rename")
     unfinished.rename(final)
     write_point("sync the folder")

@@ -1,16 +1,21 @@
-"""Copy now, write behind: the only time that training stands still for a save is the copy to host memory.
+"""Copy to host memory, write behind.
 
 DeepSpeed hands each file of this rank to `capture` instead of writing it. Tensors are copied into buffers
 that are used again for the next save; a thread then writes them, sums them as they stream, and syncs each
 file.
-Masters and moments change only in the optimizer's step, so the copy is of one instant.
+Masters and moments change only in the optimizer's step. So where they lie in host memory the thread copies
+them too, while the next forward and backward run, and the next step waits for it. All else is copied before
+training goes on: the copy is of one instant.
 """
 
 import copy
 import errno
 import hashlib
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -21,6 +26,7 @@ from ds_pretrain.files import free_bytes, write_point
 from ds_pretrain.world import uses_gpu
 
 Buffers = dict[tuple[str, int], Tensor]  # host copies, kept from save to save
+LATER_BYTES = 1 << 20  # smaller tensors are copied at once: what else is in DeepSpeed's files may change
 
 
 class Snapshot:
@@ -29,19 +35,40 @@ class Snapshot:
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._taken: list[tuple[Path, Any]] = []
+        self._later: list[tuple[Tensor, Tensor]] = []  # buffer, what it shall hold
+        self._copied_all = threading.Event()
+        self.waited_seconds = 0.0  # that training stood still in `wait`
 
-    def capture(self, value: Any, path: Path) -> None:
-        """Copy what will be written to `path`. Tensors that share memory share their copy."""
+    def capture(self, value: Any, path: Path) -> Callable[[], None]:
+        """Take what will be written to `path`; before any master or moment of it changes, call the result.
+
+        Tensors that share memory share their copy.
+        """
         self._taken.append((path, self._copied(value, path.name, {})))
+        return self.wait
 
     def add(self, content: bytes, path: Path) -> None:
         """Write `content` to `path` as it is, together with what was captured."""
         self._taken.append((path, content))
 
+    def wait(self) -> None:
+        """Return when all that was captured is copied."""
+        began = perf_counter()
+        self._copied_all.wait()
+        self.waited_seconds += perf_counter() - began
+
+    def abandon(self) -> None:
+        """Nothing will be written: whoever waits need not."""
+        self._later.clear()
+        self._copied_all.set()
+
     def write(self) -> dict[Path, FileEntry]:
-        """Write all of it; size and checksum of each file, once it is on disk."""
-        for folder in {path.parent for path, _ in self._taken}:
-            folder.mkdir(exist_ok=True)
+        """Copy the rest, then write all of it; size and checksum of each file, once it is on disk."""
+        try:
+            for buffer, tensor in self._later:
+                buffer.copy_(tensor)
+        finally:
+            self.abandon()
         return {path: write_summed(path, value) for path, value in self._taken}
 
     def settle(self) -> None:
@@ -66,7 +93,11 @@ class Snapshot:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[key] = buffer
-        buffer.copy_(tensor.detach(), non_blocking=True)
+        is_state = key[0].endswith("_optim_states.pt")  # masters and moments
+        if is_state and tensor.device.type == "cpu" and tensor.nbytes >= LATER_BYTES:
+            self._later.append((buffer, tensor.detach()))
+        else:
+            buffer.copy_(tensor.detach(), non_blocking=True)
         return buffer
 
 
