@@ -7,13 +7,14 @@ Measured on DeepSpeed 0.19.8; the tests of restoring on other numbers of ranks f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ds_pretrain.shares import share_of
 
 # Where the optimizers keep this rank's fp32 masters: ZeRO-3; ZeRO-1 and 2; ZeRO-1 with fp32 accumulation.
 MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -136,9 +137,7 @@ def _parts_of_stage_3(engine: Any) -> Iterator[Part]:
         moments = _moments(optimizer, flat)
         offset = 0
         for parameter in parameters:
-            share = ceil(parameter.ds_numel / size)
-            start = rank * share
-            length = max(0, min(share, parameter.ds_numel - start))  # the rest is padding
+            start, length, padded = share_of(parameter.ds_numel, rank, size)
             yield Part(
                 engine.param_names[parameter],
                 optimizer.sub_group_to_group_id[index],
@@ -147,7 +146,7 @@ def _parts_of_stage_3(engine: Any) -> Iterator[Part]:
                 parameter.ds_tensor.detach().reshape(-1).narrow(0, 0, length),
                 {key: moment.narrow(0, offset, length) for key, moment in moments.items()},
             )
-            offset += share
+            offset += padded
 
 
 def _parts_of_stages_1_and_2(engine: Any) -> Iterator[Part]:

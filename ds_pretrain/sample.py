@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.universal import whole_weights
@@ -59,7 +60,20 @@ def trained_model(plan: Plan, folder: Path) -> Any:
     Raises:
         InputError: the run file's model is not the one that was saved.
     """
-    model = build_model(
+    model = whole_model(plan).eval()
+    try:
+        model.load_state_dict(whole_weights(folder))
+    except RuntimeError as error:
+        raise InputError(
+            f"{folder} does not fit {plan.run.model.config} and [model] of {plan.run_path}: "
+            f"{' '.join(str(error).split())}; set the model back to what was trained"
+        ) from error
+    return model
+
+
+def whole_model(plan: Plan) -> nn.Module:
+    """The run's fresh model in this process alone, in fp32, on the CPU."""
+    model: nn.Module = build_model(
         plan.model_text,
         qk_norm=plan.run.model.qk_norm,
         recompute=False,
@@ -69,14 +83,7 @@ def trained_model(plan: Plan, folder: Path) -> Any:
         partition=nullcontext,
         gather=lambda parameters: nullcontext(),
         attention=plan.run.model.attention,
-    ).module.eval()
-    try:
-        model.load_state_dict(whole_weights(folder))
-    except RuntimeError as error:
-        raise InputError(
-            f"{folder} does not fit {plan.run.model.config} and [model] of {plan.run_path}: "
-            f"{' '.join(str(error).split())}; set the model back to what was trained"
-        ) from error
+    ).module
     return model
 
 

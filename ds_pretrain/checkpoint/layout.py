@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -60,12 +60,7 @@ class Manifest:
 
 def parse_manifest(text: str) -> Manifest:
     """Read a manifest. Raises ValueError if it is not one, or if a name in it would leave the folder."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.get("version") != _VERSION:
-        raise UnknownVersion("its manifest has a version that this program does not know")
-    if data.pop("sha256", None) != _digest(data):
-        raise ValueError("its manifest does not match its own checksum")
-    del data["version"]
+    data = unseal(text, _VERSION, "its manifest")
     try:
         manifest: Manifest = TypeAdapter(Manifest).validate_json(
             json.dumps(data), strict=True, extra="forbid"
@@ -73,10 +68,7 @@ def parse_manifest(text: str) -> Manifest:
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(f"its manifest lacks or does not know a field ({where})") from None
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise ValueError(f"its manifest names {name!r}, which lies outside the folder")
+    refuse_outside(manifest.files, "its manifest")
     if RUN_STATE not in manifest.files:
         raise ValueError(f"its manifest does not list {RUN_STATE}")
     return manifest
@@ -89,6 +81,29 @@ class UnknownVersion(ValueError):
 def seal(fields: Mapping[str, Any]) -> str:
     """The text of a manifest with these fields, and their checksum."""
     return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
+
+
+def unseal(text: str, version: int, what: str) -> dict[str, Any]:
+    """The fields in the text of a manifest, which holds their checksum, but for its version.
+
+    Raises:
+        UnknownVersion, ValueError: it is none, of another version, or not as it was written.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("version") != version:
+        raise UnknownVersion(f"{what} has a version that this program does not know")
+    if data.pop("sha256", None) != _digest(data):
+        raise ValueError(f"{what} does not match its own checksum")
+    del data["version"]
+    return data
+
+
+def refuse_outside(names: Iterable[str], what: str) -> None:
+    """Raise ValueError if a name that a manifest lists would leave the manifest's folder."""
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise ValueError(f"{what} names {name!r}, which lies outside the folder")
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

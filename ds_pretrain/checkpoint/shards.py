@@ -6,7 +6,7 @@ Tensors are mapped from disk: opening reads the pickles' structure, and a tensor
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_pretrain.checkpoint.layout import owner
 from ds_pretrain.checkpoint.universal_layout import Group
 from ds_pretrain.errors import InputError
+from ds_pretrain.shares import share_of
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 SHARD_ENDINGS = ("_model_states.pt", "_optim_states.pt")
@@ -183,7 +184,6 @@ def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragmen
     for index, shapes in enumerate(source.shapes):  # every parameter is cut into equal shares
         start = 0
         for name, shape in shapes.items():
-            share = ceil(prod(shape) / len(source.shards))
-            length = max(0, min(share, prod(shape) - rank * share))
-            yield name, Fragment(rank, index, start, length)
-            start += share
+            share = share_of(prod(shape), rank, len(source.shards))
+            yield name, Fragment(rank, index, start, share.length)
+            start += share.padded

@@ -3,11 +3,12 @@
 `latest` is for people and other tools; a restore does not read it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds_pretrain.checkpoint.foreign import opened
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
     MANIFEST,
@@ -19,8 +20,9 @@ from ds_pretrain.checkpoint.layout import (
 )
 from ds_pretrain.checkpoint.places import Places, Tell, assembled
 from ds_pretrain.checkpoint.recovery import recover
+from ds_pretrain.checkpoint.relayout import layout_changes
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.universal import Universal, UniversalShards, layout_changes, opened, prepared
+from ds_pretrain.checkpoint.universal import Universal, UniversalShards, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
 from ds_pretrain.checkpoint.verdict import (
@@ -41,11 +43,14 @@ class Shards(UniversalShards, Protocol):
     def load(self, folder: Path, tag: str) -> None: ...
 
 
-def find(places: Places, world: World, tell: Tell) -> Found | None:
+def find(
+    places: Places, world: World, tell: Tell, is_left: Callable[[RunState], bool] = lambda state: False
+) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
     What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
-    named with its reason and set aside, not deleted.
+    named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has left,
+    is passed over.
 
     Raises:
         InputError: there are checkpoints, and none verifies.
@@ -58,7 +63,11 @@ def find(places: Places, world: World, tell: Tell) -> Found | None:
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world, tell)
         if isinstance(outcome, Found):
-            return outcome
+            if not is_left(outcome.state):
+                return outcome
+            if world.is_main:
+                tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
+            continue
         _set_aside(places, step, outcome, world, tell)
     if shipped or any(steps or had_broken for steps, had_broken in told):
         raise agreed(
@@ -93,7 +102,7 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
     """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
 
     Args:
-        accept_missing: what the user allows a universal one to lack, of `universal.MISSING`.
+        accept_missing: what the user allows a universal one to lack, of `foreign.MISSING`.
 
     Raises:
         InputError: it is none, does not verify, or lacks something that was not allowed.

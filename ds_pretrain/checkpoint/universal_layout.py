@@ -1,11 +1,10 @@
 """Names around a universal checkpoint, and its manifest."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import FileEntry, step_of
+from ds_pretrain.checkpoint.layout import FileEntry, refuse_outside, seal, step_of, unseal
 
 UNIVERSAL = ".universal"
 UNIVERSAL_MANIFEST = "universal.json"
@@ -37,23 +36,20 @@ class UniversalManifest:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
+        """Text that `parse_universal` reads; it carries a checksum of itself."""
+        return seal({"version": _VERSION, **asdict(self)})
 
 
 def parse_universal(text: str) -> UniversalManifest:
     """Read a universal checkpoint's manifest. Raises ValueError if it is none, or names files elsewhere."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
-        raise ValueError(f"{UNIVERSAL_MANIFEST} has a version that this program does not know")
+    data = unseal(text, _VERSION, UNIVERSAL_MANIFEST)
     try:
         files = {name: FileEntry(**entry) for name, entry in data.pop("files").items()}
         groups = tuple(Group(g["name"], tuple(g["parameters"])) for g in data.pop("groups"))
         manifest = UniversalManifest(**data, files=files, groups=groups)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{UNIVERSAL_MANIFEST} lacks or does not know a field ({error})") from None
-    for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"{UNIVERSAL_MANIFEST} names {name!r}, which lies outside the folder")
+    refuse_outside(files, UNIVERSAL_MANIFEST)
     return manifest
 
 

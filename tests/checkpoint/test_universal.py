@@ -1,5 +1,6 @@
 """What fits, what is refused, and a conversion that is torn, stale, damaged, slow or wrong."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from ds_pretrain import partitions
-from ds_pretrain.checkpoint import convert, store, universal
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest
-from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint import convert, foreign, on_main, relayout, store, universal
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest, seal
+from ds_pretrain.checkpoint.places import Places, wrong_file
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.universal_layout import (
     Group,
@@ -163,6 +164,13 @@ def _bad_manifest(cache: Path, folder: Path) -> None:
     (cache / "universal.json").write_text("{}")
 
 
+def _unsealed_manifest(cache: Path, folder: Path) -> None:
+    path = cache / "universal.json"  # as earlier versions wrote it
+    fields = json.loads(path.read_text())
+    assert fields.pop("sha256")
+    path.write_text(json.dumps(fields))
+
+
 def _saved_again(cache: Path, folder: Path) -> None:
     path = folder / MANIFEST
     again = replace(parse_manifest(path.read_text()), attempt=2)
@@ -172,10 +180,11 @@ def _saved_again(cache: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_cut, "zero/a.bias/fp32.pt has "),
-        (_flip, "the checksum of zero/a.weight/exp_avg.pt does not match its manifest"),
+        (_cut, "zero/a.bias/fp32.pt: fp32.pt has "),
+        (_flip, "zero/a.weight/exp_avg.pt: the checksum of exp_avg.pt does not match the manifest"),
         (_gone, "No such file or directory"),
         (_no_manifest, "there is no universal form yet"),
+        (_unsealed_manifest, "universal.json does not match its own checksum"),
         (_bad_manifest, "universal.json has a version that this program does not know"),
         (_saved_again, "step_000000005.universal was made of another save of that step"),
     ],
@@ -215,7 +224,7 @@ def test_a_conversion_killed_at_any_point_is_done_again_or_was_complete(
     assert workspace_of(folder).exists()
     found, _ = _prepared(folder)
     assert len(tool_in_this_process) == (0 if point == "clean" else 1)
-    assert universal.opened(found.folder, ["rng"], World(), lambda message: None).state == RunState(STEP)
+    assert foreign.opened(found.folder, ["rng"], World(), lambda message: None).state == RunState(STEP)
 
 
 def test_pruning_a_checkpoint_prunes_its_universal_form(tmp_path: Path) -> None:
@@ -310,7 +319,7 @@ def _slow(world: World, folder: str, poll_seconds: float) -> Any:
     told: list[str] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(universal, "convert", act)
-    patch.setattr(universal, "PROGRESS_SECONDS", 1.0)
+    patch.setattr(on_main, "PROGRESS_SECONDS", 1.0)
     try:
         universal.prepared(Path(folder), ["ranks 2 -> 3"], world, told.append, poll_seconds)
     except InputError as error:
@@ -325,6 +334,81 @@ def test_p42_ranks_outlive_a_conversion_longer_than_their_timeout_and_all_hear_h
     for problems, told in run_ranks(_slow, 2, str(folder), 0.3):
         assert problems == ("first", "second")
         assert any("converting step_000000005: " in line and "seconds so far" in line for line in told)
+
+
+def _fail_to_convert(world: World, folder: str) -> list[tuple[str, bool]]:
+    ended = []
+    for error in (OSError(116, "Stale file handle"), TimeoutError("slow disk"), ZeroDivisionError("odd")):
+
+        def act(source: Path, error: Exception = error) -> None:
+            raise error
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(universal, "convert", act)
+        try:
+            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, lambda text: None, 0.1)
+        except RunError as met:
+            ended.append((str(met), met.agreed))
+        patch.undo()
+    return ended
+
+
+def test_whatever_ends_a_conversion_is_told_to_every_rank(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    start = "converting step_000000005 failed: "
+    for ended in run_ranks(_fail_to_convert, 2, str(folder)):
+        assert ended == [
+            (f"{start}OSError: [Errno 116] Stale file handle", True),
+            (f"{start}TimeoutError: slow disk", True),
+            (f"{start}ZeroDivisionError: odd", True),
+        ]
+
+
+def _see_late(world: World, folder: str, num_looks: int) -> tuple[str, int]:
+    """Rank 1 sees nothing of what rank 0 converted until it has looked so often."""
+    looks = 0
+    opened, patch = wrong_file, pytest.MonkeyPatch()
+
+    def look(path: Path, *rest: Any) -> str | None:
+        nonlocal looks
+        if world.rank == 1 and path.name == "optimizer_state.pt":
+            looks += 1
+            if looks <= num_looks:
+                return "optimizer_state.pt is listed and cannot be read (No such file or directory)"
+        return opened(path, *rest)
+
+    def told_by_rank_0(path: Path) -> Any:
+        assert world.is_main, "another rank may not see this file"
+        return read(path)
+
+    read = universal.read_universal
+    patch.setattr(universal, "read_universal", told_by_rank_0)
+    patch.setattr(universal, "wrong_file", look)
+    patch.setattr(universal, "SIGHT_SECONDS", 3.0)
+    try:
+        form = universal.prepared(Path(folder), ["ranks 2 -> 3"], world, lambda text: None, 0.05)
+    except RunError as error:
+        return str(error), looks
+    return form.folder.name, looks
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_rank_that_sees_the_converted_files_late_waits_until_it_does(
+    tmp_path: Path, converted: bool
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    if converted:
+        _prepared(folder)
+    outcomes = run_ranks(_see_late, 2, str(folder), 3)
+    assert [name for name, _ in outcomes] == [cache_of(folder).name] * 2
+    assert outcomes[1][1] >= 4
+
+
+def test_a_rank_that_never_sees_the_converted_files_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    for said, _ in run_ranks(_see_late, 2, str(folder), 1_000_000):
+        assert "is complete on rank 0, and 3 seconds later not on rank 1 (" in said
+        assert "optimizer_state.pt is listed" in said
 
 
 def test_p17_every_group_gets_its_own_saved_options_by_name_and_none_that_its_optimizer_does_not_know() -> (
@@ -350,10 +434,10 @@ def test_p17_every_group_gets_its_own_saved_options_by_name_and_none_that_its_op
 
 
 def test_what_fits_needs_no_conversion_and_what_differs_is_named() -> None:
-    assert universal.layout_changes(OLD, 2, OLD, 2) == []
+    assert relayout.layout_changes(OLD, 2, OLD, 2) == []
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1000}
     new = deepspeed_json(2, True, zero_optimization=offload)
-    assert universal.layout_changes(OLD, 2, new, 3) == [
+    assert relayout.layout_changes(OLD, 2, new, 3) == [
         "ranks 2 -> 3",
         "zero_optimization.stage 3 -> 2",
         "zero_optimization.offload_optimizer.device none -> cpu",
@@ -366,12 +450,12 @@ def test_what_no_conversion_bridges_is_refused_by_name_all_at_once() -> None:
     lion = {**OLD, "optimizer": {"type": "Lion", "params": {}}}
     nvme = {**lion, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     with pytest.raises(InputError) as caught:
-        universal.layout_changes(OLD, 2, nvme, 2)
+        relayout.layout_changes(OLD, 2, nvme, 2)
     assert len(caught.value.problems) == 2
     assert "optimizer.type changed from AdamW to Lion" in caught.value.problems[0]
     assert "zero_optimization.offload_optimizer.device = nvme" in caught.value.problems[1]
     adam = {**OLD, "optimizer": {**OLD["optimizer"], "type": "Adam"}}
-    assert universal.layout_changes(OLD, 2, adam, 2) == ["optimizer.type AdamW -> Adam"]
+    assert relayout.layout_changes(OLD, 2, adam, 2) == ["optimizer.type AdamW -> Adam"]
 
 
 class Shards:
@@ -406,7 +490,7 @@ def test_p17_other_parameter_groups_are_refused_by_name_before_anything_is_loade
 
 
 def _load_wrong(world: World, folder: str) -> str:
-    found = universal.opened(Path(folder), ["rng"], world, lambda message: None)
+    found = foreign.opened(Path(folder), ["rng"], world, lambda message: None)
     groups = [("decay", ["a.weight"]), ("no_decay", ["a.bias"])]
     try:
         universal.load(found, Shards(groups, ["a.bias: wrong"] if world.rank == 1 else []), 7, world, print)
@@ -430,19 +514,19 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
     (found.folder / "universal.json").unlink()
     (found.folder / RUN_STATE).unlink()
     with pytest.raises(InputError) as caught:
-        universal.opened(found.folder, [], World(), print)
+        foreign.opened(found.folder, [], World(), print)
     assert len(caught.value.problems) == 3
     for name, problem in zip(("manifest", "run_state", "rng"), caught.value.problems, strict=True):
-        assert problem.startswith(f"{found.folder} has no {name}: {universal.MISSING[name]}")
+        assert problem.startswith(f"{found.folder} has no {name}: {foreign.MISSING[name]}")
         way = "start with --trust-pickle" if name == "manifest" else f"add '{name}' to accept_missing"
         assert problem.endswith(way)
     with pytest.raises(
         InputError, match="accept_missing names streams; expected some of manifest, run_state, rng"
     ):
-        universal.opened(found.folder, ["streams"], World(), print)
+        foreign.opened(found.folder, ["streams"], World(), print)
     with pytest.raises(InputError, match="is neither a checkpoint of ours"):
-        universal.opened(tmp_path, [], World(), print)
-    opened = universal.opened(found.folder, list(universal.MISSING), World(), print)
+        foreign.opened(tmp_path, [], World(), print)
+    opened = foreign.opened(found.folder, list(foreign.MISSING), World(), print)
     assert (opened.state, opened.optimizer_steps, opened.manifest) == (RunState(STEP), STEP, None)
 
 
@@ -458,9 +542,9 @@ def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Pat
     assert store.fitted(copied, {}, Places(folder, folder), World(), print) is copied
     for name in ("universal.json", "source_manifest.json", RUN_STATE):
         (form.folder / name).unlink()
-    foreign = store.elsewhere(form.folder, list(universal.MISSING), World(), print)
-    assert (foreign.state, foreign.manifest.step) == (RunState(STEP), STEP)
-    assert (foreign.manifest.identity, foreign.manifest.wandb_id) == ({}, None)
+    found = store.elsewhere(form.folder, list(foreign.MISSING), World(), print)
+    assert (found.state, found.manifest.step) == (RunState(STEP), STEP)
+    assert (found.manifest.identity, found.manifest.wandb_id) == ({}, None)
     (folder / RUN_STATE).write_text("{}")
     with pytest.raises(InputError, match=f"{folder} does not verify: "):
         store.elsewhere(folder, [], World(), print)
@@ -469,8 +553,10 @@ def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Pat
 def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:
     found, _ = _prepared(write_checkpoint(tmp_path))
     _flip(found.folder, found.folder)
-    with pytest.raises(InputError, match=r"the checksum of zero/a.weight/exp_avg.pt does not match"):
-        universal.opened(found.folder, ["rng"], World(), print)
+    with pytest.raises(
+        InputError, match=r"zero/a.weight/exp_avg.pt: the checksum of exp_avg.pt does not match"
+    ):
+        foreign.opened(found.folder, ["rng"], World(), print)
 
 
 def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:
@@ -480,7 +566,7 @@ def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:
     inside = replace(manifest, files={"x": FileEntry(1, "0")}, groups=(Group("decay", ("a",)),))
     assert parse_universal(inside.to_json()) == inside
     with pytest.raises(ValueError, match="lacks or does not know a field"):
-        parse_universal(inside.to_json().replace('"step"', '"stop"'))
+        parse_universal(seal({"version": 1, "stop": 1, "files": {}, "groups": []}))
 
 
 def test_universal_forms_of_checkpoints_that_are_gone_are_found_for_pruning(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ds_pretrain.data.feed import Batch, MicroBatch
-from ds_pretrain.models.build import build_model
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import IGNORED, StepRecord
+from ds_pretrain.sample import whole_model
 from ds_pretrain.state import RunState
 from ds_pretrain.step import measure, take_step
 from ds_pretrain.world import World
@@ -107,21 +107,6 @@ class Reference:
     norms: list[float]
     clip_factors: list[float]
     weights: dict[str, np.ndarray[Any, Any]]
-
-
-def whole_model(plan: Plan) -> nn.Module:
-    """The run's fresh model in this process alone, in fp32."""
-    return build_model(
-        plan.model_text,
-        qk_norm=plan.run.model.qk_norm,
-        recompute=False,
-        seed=plan.run.seed,
-        dtype=torch.float32,
-        world=World(),
-        partition=nullcontext,
-        gather=lambda parameters: nullcontext(),
-        attention=plan.run.model.attention,
-    ).module
 
 
 def reference(plan: Plan, batches: list[GlobalBatch], rate: float) -> Reference:

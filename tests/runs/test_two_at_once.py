@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import convert, snapshot, store, universal
+from ds_pretrain.checkpoint import convert, foreign, snapshot, store
 from ds_pretrain.checkpoint.layout import step_name
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import prune
@@ -191,5 +191,5 @@ def test_p40_two_conversions_at_once_leave_one_whole_form(tmp_path: Path) -> Non
     ends = run_ranks(_convert_at_once, 2, str(folder))
     refused = f"InputError: {folder} is being converted by another program; wait until "
     assert sorted(end.startswith(refused) for end in ends if end != "converted") in ([], [True]), ends
-    form = universal.opened(cache_of(folder), [], World(), print)
+    form = foreign.opened(cache_of(folder), [], World(), print)
     assert form.state.step == 3
