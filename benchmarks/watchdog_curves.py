@@ -12,7 +12,9 @@ folder `curves`.
    with a window of 2 and a patience of 3, since the defaults would still be warming up at its end.
 2. Grafted faults, defaults only, at seeded random places past the second window of every curve of 1,000
    points and more without an event to roll back for. A place is a memory: each fault is judged on from there,
-   all on the same points, among which no line of the log is missing. A spread is that of the 200 points before it: 1.4826 MAD about their straight line.
+   all on the same points. No line of the log is missing among them, and no transient spike of the labels
+   began less than `patience` points before: that would be two faults in one. A spread is that of the 200
+   points before it: 1.4826 MAD about their straight line.
    `patience` counts from the step at which a fault passes `loss_sigmas`; onsets are errors in points.
 """
 
@@ -31,8 +33,9 @@ import numpy as np
 from report import finish, judge
 
 from ds_pretrain.config import WatchdogSection
-from ds_pretrain.watchdog import Memory, Verdict
+from ds_pretrain.watchdog import Verdict
 from ds_pretrain.watchdog import judge as judge_step
+from ds_pretrain.watchdog_memory import Memory
 from ds_pretrain.watchdog_replay import Point, read_csv, replay
 
 DEFAULTS = WatchdogSection()
@@ -210,6 +213,14 @@ def blip(place: Place) -> Graft:
     )
 
 
+def dip(place: Place) -> Graft:
+    """Easy data for 60 to 250 steps: the loss falls by 10 spreads, and comes back."""
+    num_steps = place.random.randint(60, 250)
+    nats = min(10 * place.spread, 0.9 * min(p.loss for p in place.points))
+    points = (raised(p, -nats) if t < num_steps else p for t, p in enumerate(place.points))
+    return Graft(tuple(points), None)
+
+
 def phase_change(place: Place) -> Graft:
     """A level shift of up to 30 spreads, up or down, at a declared change of phase."""
     nats = place.random.choice((-1, 1)) * place.random.uniform(8, 30) * place.spread
@@ -225,7 +236,7 @@ def untouched(place: Place) -> Graft:
 
 FAULTS: tuple[Callable[[Place], Graft], ...] = (
     *(jump, blow_up, drift, norm_first, nan_loss, infinite_norm),
-    *(transient, blip, phase_change, untouched),
+    *(transient, blip, dip, phase_change, untouched),
 )
 NEED_A_NORM = (norm_first,)
 
@@ -239,7 +250,9 @@ def judge_grafted(folder: Path, labels: Mapping[str, Any], num_places: int, seed
     for name, label in labels.items():
         if label["points"] < LONG or any(event["action"] in GRAVE for event in label["events"]):
             continue
-        places = choose_places(read_csv(folder / f"{name}.csv"), num_places, random.Random(f"{seed} {name}"))
+        points = read_csv(folder / f"{name}.csv")
+        spikes = [event["start"] for event in label["events"] if event["kind"].startswith("transient")]
+        places = choose_places(points, spikes, num_places, random.Random(f"{seed} {name}"))
         for place in places:
             for fault in FAULTS:
                 if fault not in NEED_A_NORM or place.points[0].has_norm:
@@ -250,7 +263,9 @@ def judge_grafted(folder: Path, labels: Mapping[str, Any], num_places: int, seed
     return [bar for name in outcomes for bar in report_fault(name, outcomes[name])]
 
 
-def choose_places(points: Sequence[Point], num_places: int, chance: random.Random) -> list[Place]:
+def choose_places(
+    points: Sequence[Point], spikes: Sequence[int], num_places: int, chance: random.Random
+) -> list[Place]:
     """Seeded random places, with the memory of the healthy curve before each."""
     first = 2 * DEFAULTS.window
     spacing = points[first + 1].step - points[first].step
@@ -258,6 +273,7 @@ def choose_places(points: Sequence[Point], num_places: int, chance: random.Rando
         index
         for index in range(first, len(points) - HORIZON)
         if points[index + HORIZON - 1].step - points[index - 1].step == HORIZON * spacing
+        and not any(0 <= points[index].step - start < DEFAULTS.patience * spacing for start in spikes)
     ]
     indices = sorted(chance.sample(whole, num_places))
     memory, places = Memory(), []
@@ -309,7 +325,7 @@ def report_fault(name: str, outcomes: Sequence[Outcome]) -> list[bool]:
     timing += f"; onset off by {median(errors):.0f} (at most {max(errors):.0f})" if errors else ""
     print(f"{name:14} {len(outcomes):4} places: {kinds}{timing}")
     wrong = sum(not one.right for one in outcomes)
-    if name in ("transient", "blip", "phase_change", "untouched"):
+    if name in ("transient", "blip", "dip", "phase_change", "untouched"):
         return [judge(f"watchdog: false alarms, {name}", wrong, 0, "at_most")]
     recall = 1 - wrong / len(outcomes)
     most = max((one.most_onset_error for one in outcomes), default=0)

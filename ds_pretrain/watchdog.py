@@ -5,13 +5,15 @@ comes to the same verdict. A value is judged before it enters the statistics, an
 found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite, log
-from typing import Any, Literal, Protocol
+from statistics import fmean
+from typing import Literal, Protocol
 
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.robust import Usual, accept, num_last_above, num_recent, score
+from ds_pretrain.watchdog_memory import Memory as Memory
+from ds_pretrain.watchdog_memory import Stretch
 
 Action = Literal["ok", "watch", "roll_back"]
 Kind = Literal[
@@ -30,11 +32,12 @@ LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
 NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
 SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
-DRIFT_SPREADS = 1.75  # a drift is at least that many spreads, whatever `drift` allows
+DRIFT_SPREADS = 1.5  # a drift is at least that many spreads, whatever `drift` allows
 ONSET_SHARE = 1 / 6  # of the threshold: a spike began where values without a gap exceed it
 ONSET_REACH = 5  # steps before the threshold was passed, at most
 HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
 CALM_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
+MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
 GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
 
 
@@ -53,53 +56,6 @@ class StepLike(Protocol):
     def grad_norm(self) -> float | None: ...
     @property
     def update_applied(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive steps of one kind of trouble."""
-
-    onset: int  # the step where it began
-    num_steps: int  # so far, up to the last that was bad
-    num_calm: int = 0  # steps since then
-
-
-@dataclass(frozen=True)
-class Memory:
-    """All that the judgement remembers. Of bounded size, whatever the length of the run."""
-
-    step: int | None = None  # of the last record
-    phase: str | None = None
-    loss: Usual = field(default_factory=Usual)
-    norm: Usual = field(default_factory=Usual)  # of the logarithm of the gradient norm
-    spike: Stretch | None = None
-    fall: Stretch | None = None
-    norm_rise: Stretch | None = None
-    non_finite: Stretch | None = None
-    guessing: Stretch | None = None
-    last_norm: float | None = None
-    same_norm: Stretch | None = None
-    lowest_level: float | None = None  # the lowest median of recent losses
-    drift_halfway: int | None = None  # the step at which the rise above it was half of a drift
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain types; floats survive text exactly."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> "Memory":
-        """Read `to_json`, also after it was text."""
-        usual = {name: _usual_from_json(data[name]) for name in ("loss", "norm")}
-        stretches = {name: Stretch(**value) for name, value in data.items() if name in _STRETCHES and value}
-        return Memory(**{**data, **usual, **stretches})
-
-
-def _usual_from_json(data: Mapping[str, Any]) -> Usual:
-    series = {name: tuple(data[name]) for name in ("recent", "residuals")}
-    return Usual(**{**data, **series})
-
-
-_STRETCHES = ("spike", "fall", "norm_rise", "non_finite", "guessing", "same_norm")
 
 
 @dataclass(frozen=True)
@@ -130,11 +86,11 @@ def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm:
         return memory, OK
     if not _is_finite(record, has_norm):
         return _judge_non_finite(settings, memory, record)
-    if record.phase != memory.phase:  # level shifts are expected here: what was usual is not any more
-        memory = Memory(step=memory.step, phase=record.phase)
-    memory = replace(memory, non_finite=None)
-    stride = 1 if memory.step is None else record.step - memory.step
-    memory = replace(memory, step=record.step)
+    stride = record.step - memory.step
+    if record.phase == memory.phase:
+        memory = replace(memory, step=record.step, non_finite=None)
+    else:  # level shifts are expected here: what was usual is not any more
+        memory = Memory(step=record.step, phase=record.phase)
     memory, guessing = _judge_guessing(settings, memory, record)
     memory, frozen = _judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
     memory, loss = _judge_loss(settings, memory, record, stride)
@@ -179,7 +135,7 @@ def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLik
 
 def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
     if record.loss <= GUESSING:
-        return replace(memory, guessing=None), OK
+        return (replace(memory, guessing=None) if memory.guessing else memory), OK
     stretch = _longer(memory.guessing, record.step)
     memory = replace(memory, guessing=stretch)
     if stretch.num_steps < settings.patience:
@@ -193,9 +149,10 @@ def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike)
 
 def _judge_same_norm(settings: WatchdogSection, memory: Memory, norm: float | None) -> Judged:
     """The same norm of different batches, to the last bit, is not a norm of their gradients."""
+    if norm is None and memory.last_norm is None:
+        return memory, OK
     if norm is None or norm != memory.last_norm:
         return replace(memory, last_norm=norm, same_norm=None), OK
-    assert memory.step is not None
     stretch = _longer(memory.same_norm, memory.step)
     memory = replace(memory, same_norm=stretch)
     if 2 * stretch.num_steps < settings.patience:
@@ -216,6 +173,10 @@ def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, str
     if memory.spike is not None or sigmas > settings.loss_sigmas:
         num_before = num_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
         spike = _longer(memory.spike, record.step, num_before, stride)
+        before = _level_before_fall(settings, memory)
+        highest = 0.0 if before is None else before + settings.loss_sigmas * max(usual.spread, floor)
+        if spike.num_steps >= settings.patience and record.loss <= highest:
+            return _returned(memory, record, spike)
         return replace(memory, spike=spike, fall=None), _spike_verdict(settings, usual, record, sigmas, spike)
     if sigmas < -settings.loss_sigmas:
         return _judge_fall(settings, memory, record, sigmas)
@@ -266,30 +227,55 @@ def _judge_fall(settings: WatchdogSection, memory: Memory, record: StepLike, sig
     verdict = Verdict("watch", "fall", fall.onset, message)
     if fall.num_steps < settings.patience:
         return replace(memory, fall=fall), verdict
-    return Memory(step=memory.step, phase=memory.phase), verdict  # this is the new level
+    # This is the new level.
+    before = memory.loss.centre
+    return Memory(record.step, memory.phase, before_fall=before, fell_at=fall.onset), verdict
+
+
+def _level_before_fall(settings: WatchdogSection, memory: Memory) -> float | None:
+    """The level from which the loss fell not long ago: if it returns there, no harm was done."""
+    is_recent = memory.loss.num_accepted <= MOST_WINDOWS_FALLEN * settings.window
+    return memory.before_fall if is_recent else None
+
+
+def _returned(memory: Memory, record: StepLike, spike: Stretch) -> Judged:
+    message = (
+        f"loss {record.loss:.4g} is back at the {memory.before_fall:.4g} from which it fell at step "
+        f"{memory.fell_at}: what was too easy is over"
+    )
+    return Memory(step=record.step, phase=record.phase), Verdict("watch", "fall", spike.onset, message)
 
 
 def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
-    """A rise of the median of recent losses above the lowest it has been, in share and in spreads."""
+    """A rise of the mean of recent losses above the lowest level so far, in share and in spreads."""
     usual = memory.loss
-    if not _is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
+    is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
+    if is_open or not _is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
         return memory, OK
-    level = usual.centre
-    lowest = level if memory.lowest_level is None else min(level, memory.lowest_level)
+    slow = _slow_level(settings, memory)
+    lowest = slow if memory.lowest_level is None else min(slow, memory.lowest_level)
+    level, usual_level = fmean(usual.recent), max(lowest, _level_before_fall(settings, memory) or 0.0)
     spread = max(usual.spread, _loss_floor(usual))
-    rise = level - lowest
-    drift = min(rise / (settings.drift * max(lowest, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread))
+    rise = level - usual_level
+    drift = min(rise / (settings.drift * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread))
     halfway = None if drift < 0.5 else memory.drift_halfway or memory.step
-    memory = replace(memory, lowest_level=lowest, drift_halfway=halfway)
+    memory = replace(memory, slow_level=slow, lowest_level=lowest, drift_halfway=halfway)
     if halfway is None:
         return memory, OK
-    assert memory.step is not None
     onset = max(1, 2 * halfway - memory.step)  # as much before half the rise as this is after it
     message = (
-        f"the median of the last {len(usual.recent)} losses rose from {lowest:.4g} to {level:.4g} "
+        f"the mean of the last {len(usual.recent)} losses rose from {usual_level:.4g} to {level:.4g} "
         f"({rise / spread:.1f} spreads), since about step {onset}"
     )
     return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
+
+
+def _slow_level(settings: WatchdogSection, memory: Memory) -> float:
+    """A mean that forgets in a quarter of a window: its lowest is not that of noise."""
+    usual = memory.loss
+    if memory.slow_level is None:
+        return usual.centre
+    return memory.slow_level + (usual.recent[-1] - memory.slow_level) * min(1.0, 4 / settings.window)
 
 
 def _judge_norm(settings: WatchdogSection, memory: Memory, norm: float | None, stride: int) -> Judged:
@@ -300,7 +286,6 @@ def _judge_norm(settings: WatchdogSection, memory: Memory, norm: float | None, s
     value = log(max(norm, SMALLEST_NORM))
     if not _is_warm(settings, usual) or (sigmas := score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas:
         return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
-    assert memory.step is not None
     num_before = num_last_above(usual, settings.norm_sigmas * ONSET_SHARE, NORM_FLOOR, ONSET_REACH)
     rise = _longer(memory.norm_rise, memory.step, num_before, stride)
     message = (

@@ -17,7 +17,8 @@ from ds_pretrain.errors import InputError
 from ds_pretrain.files import write_atomic
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
-from ds_pretrain.watchdog import Memory, Verdict, judge
+from ds_pretrain.watchdog import Verdict, judge
+from ds_pretrain.watchdog_memory import Memory
 from ds_pretrain.watchdog_plot import svg, terminal_plot
 
 _MOST_LINES = 40  # of incidents on the terminal
