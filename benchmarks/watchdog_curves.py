@@ -160,13 +160,17 @@ def blow_up(place: Place) -> Graft:
 def drift(place: Place) -> Graft:
     """0.1 % of the loss a step, to be found before it has risen by 10 % over what it was at the place.
 
-    Where the healthy loss still falls it takes the drift more than 100 steps to raise it so far.
+    Where the healthy loss still falls, a drift raises it so far after more than 100 steps, and begins to be
+    one where the loss is lowest.
     """
     points = tuple(raised(p, 0.001 * t * p.loss) for t, p in enumerate(place.points))
     half = LEVEL_POINTS // 2
     levels = [median(p.loss for p in points[t - half : t + half]) for t in range(half, len(points) - half)]
     risen = [t + half for t, level in enumerate(levels) if level >= 1.1 * place.level]
-    return Graft(points, max(100, risen[0] if risen else len(points)) - 1, most_onset_error=100)
+    lowest = levels.index(min(levels))
+    onset = lowest + half if lowest else 0
+    by = max(100, risen[0] if risen else len(points)) - 1
+    return Graft(points, by, onset=onset, most_onset_error=100)
 
 
 def norm_first(place: Place) -> Graft:

@@ -254,7 +254,9 @@ def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
         return memory, OK
     slow = _slow_level(settings, memory)
     lowest = slow if memory.lowest_level is None else min(slow, memory.lowest_level)
-    level, usual_level = fmean(usual.recent), max(lowest, _level_before_fall(settings, memory) or 0.0)
+    # A high stretch that is over, and was accepted in the warm-up, is no rise: the later half counts too.
+    level = min(fmean(usual.recent), fmean(usual.recent[len(usual.recent) // 2 :]))
+    usual_level = max(lowest, _level_before_fall(settings, memory) or 0.0)
     spread = max(usual.spread, _loss_floor(usual))
     rise = level - usual_level
     drift = min(rise / (settings.drift * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread))
