@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NOT_BENCHMARKS = {"__main__", "report"}
+NOT_BENCHMARKS = {"__main__", "report", "ranks"}
 NEEDS_DATA = {"nanogpt_row": "it needs the text of tiny Shakespeare: python -m benchmarks DATA"}
 
 

@@ -17,7 +17,6 @@ times, which other work on the machine moves less, is printed for comparison.
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from ranks import start_ranks
 from report import finish, judge, spread
 from torch.nn.functional import cross_entropy
 
@@ -34,7 +34,6 @@ from ds_pretrain import train as train_module
 from ds_pretrain.data.feed import MicroBatch
 from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.engine import Engine, Update, ZeroEngine, initialize_distributed
-from ds_pretrain.launch.command import free_port
 from ds_pretrain.opening import open_feed, open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import open_inputs
@@ -165,19 +164,6 @@ def write_run(folder: Path, ranks: int, rounds: int) -> Path:
     return run_file
 
 
-def start_ranks(run_file: Path, ranks: int) -> int:
-    """Run this file once a rank; the highest exit code."""
-    port = str(free_port(None, 29500))
-    environments = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-        for rank in range(ranks)
-    ]
-    command = [sys.executable, __file__, "--run-file", str(run_file)]
-    processes = [subprocess.Popen(command, env={**os.environ, **more}) for more in environments]
-    return max(abs(process.wait()) for process in processes)
-
-
 def report(ours: list[Block], bare: list[Block]) -> None:
     """Print both sides and their ratio, and end the process."""
     print(f"our loop:   {spread([step.wall for block in ours for step in block], 'ms a step', 1e3)}")
@@ -209,7 +195,8 @@ def main() -> None:
     words = parser.parse_args()
     if words.run_file is None:
         with tempfile.TemporaryDirectory() as name:
-            sys.exit(start_ranks(write_run(Path(name), words.ranks, words.rounds), words.ranks))
+            run_file = write_run(Path(name), words.ranks, words.rounds)
+            sys.exit(start_ranks(__file__, run_file, words.ranks))
     results = measure_rank(words.run_file)
     everyone = gather_objects(World.from_environment(), results)
     if World.from_environment().is_main:
