@@ -72,6 +72,7 @@ def _source(value: Any) -> Any:
 
 Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
+ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
 Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
@@ -178,6 +179,11 @@ class WatchdogSection(Section):
     patience: Count = 30  # steps that a spike may take to heal
     drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
     non_finite: Count = 20  # steps in a row
+    respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(_as_tuple)] = ("replay", "skip")
+    skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
+    skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
+    rollbacks: Count = 5  # at most, in a stretch
+    stretch: Length = parse_duration("5000 steps")
     mode: Literal["act", "observe", "off"] = "act"
 
 

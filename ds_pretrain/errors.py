@@ -8,6 +8,7 @@ code  meaning
 0     finished: the last step is done and saved
 1     unexpected failure (a crash); restarting is reasonable
 2     bad input; restarting cannot help until a person changes what the message names
+3     the watchdog has nothing left to try; a person has to look, restarting would only repeat it
 4     the run had steps left and made none
 5     checkpoints cannot be saved: several saves in a row have failed
 75    preempted: a complete checkpoint is saved, start the same command again
@@ -20,6 +21,7 @@ from typing import TypeVar
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_NEEDS_PERSON = 3
 EXIT_NO_PROGRESS = 4
 EXIT_CANNOT_SAVE = 5
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -29,6 +31,7 @@ EXIT_MEANINGS = {
     EXIT_FINISHED: "finished: the last step is done and saved",
     EXIT_FAILED: "a crash; the same command goes on from the newest intact checkpoint",
     EXIT_BAD_INPUT: "bad input; the message above says what to change",
+    EXIT_NEEDS_PERSON: "the run is sick and nothing is left to try; a person has to look first",
     EXIT_NO_PROGRESS: "the run had steps left and made none",
     EXIT_CANNOT_SAVE: "checkpoints cannot be saved; make room or mend the disk first",
     EXIT_PREEMPTED: "stopped, everything is saved; the same command goes on from there",
@@ -64,6 +67,13 @@ def agreed(error: Agreed) -> Agreed:
     """Mark an error that every rank raises together."""
     error.agreed = True
     return error
+
+
+class NeedsPerson(RunError):
+    """The watchdog has spent its responses. Raised by every rank."""
+
+    agreed = True
+    exit_code = EXIT_NEEDS_PERSON
 
 
 class NoProgress(RunError):

@@ -14,6 +14,7 @@ from ds_pretrain.config import CosineSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
 from ds_pretrain.reading import parse_json, read_text, shown
+from ds_pretrain.response import Ladder
 from ds_pretrain.schedules import Cosine, Schedule, Wsd
 from ds_pretrain.timeline import (
     MOST,
@@ -78,6 +79,19 @@ class Plan:
         section = self.run.checkpoint
         shared = str(self.out / "checkpoints") if section.local is not None else None
         return section.ship_to or shared
+
+    @property
+    def ladder(self) -> Ladder:
+        """How the run answers the watchdog."""
+        section = self.run.watchdog
+        return Ladder(
+            respond=section.respond,
+            skip_before=_steps(section.skip_before, self.timeline),
+            skip_after=max(1, _steps(section.skip_after, self.timeline)),
+            patience=section.patience,
+            rollbacks=section.rollbacks,
+            stretch=_steps(section.stretch, self.timeline),
+        )
 
     @property
     def last_step(self) -> int:

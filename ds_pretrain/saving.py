@@ -1,5 +1,6 @@
 """When a run saves, what goes into its checkpoints, where they are shipped, and what a failed save means."""
 
+import contextlib
 import json
 import platform
 import shutil
@@ -9,9 +10,9 @@ from importlib.metadata import version
 from statistics import median
 from time import monotonic
 
-from ds_pretrain.checkpoint.layout import Manifest, published
+from ds_pretrain.checkpoint.layout import Manifest, published, step_name, step_of
 from ds_pretrain.checkpoint.places import ASSEMBLED, Places
-from ds_pretrain.checkpoint.retention import SHIPPED, is_shipped, prune
+from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
 from ds_pretrain.deepspeed_json import zero_stage
@@ -57,6 +58,7 @@ class Saver:
         self._shipping = shipping
         self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
         self._costs = Costs(plan, restore_seconds)
+        self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
 
     @property
     def stage(self) -> int:
@@ -105,9 +107,30 @@ class Saver:
             self.save(state, probe)
             self._finish_probed(state.step, probe)
 
-    def advance(self, stages: Sequence[int], probe: Probe) -> None:
-        """Take the save under way as far as every rank's stage allows. Collective."""
-        self._saves.probed(probe.step, probe)
+    def note_health(self, state: RunState) -> None:
+        """Mark as calm what enough healthy steps came after: only that may be gone back to."""
+        patience = self._plan.run.watchdog.patience
+        if state.num_healthy < patience or not self._not_yet_calm:
+            return
+        calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) + patience <= state.step}
+        self._not_yet_calm -= calm
+        for folder in calm if self._places.leads(self._world) else ():
+            with contextlib.suppress(OSError):  # it was pruned, or set aside
+                (folder / CALM).touch()
+
+    def gone_back(self, state: RunState) -> None:
+        """The run goes on from an older checkpoint: what was saved after it will never be calm."""
+        self._not_yet_calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) <= state.step}
+        self._saved_step = None
+        self._clock.restart()
+
+    def advance(self, stages: Sequence[int], probe: Probe | None) -> None:
+        """Take the save under way as far as every rank's stage allows. Collective.
+
+        `probe` is None if the step's loss is not to be trusted: it says nothing of the weights before it.
+        """
+        if probe is not None:
+            self._saves.probed(probe.step, probe)
         self._note(self._saves.advance(stages))
 
     def finish(self) -> None:
@@ -132,6 +155,7 @@ class Saver:
             return
         if outcome.problem is None:
             self._num_failed, self._saved_step = 0, outcome.step
+            self._not_yet_calm.add(self._places.root / step_name(outcome.step))
             self._monitor.event(
                 "checkpoint",
                 step=outcome.step,
@@ -188,6 +212,7 @@ class Saver:
             keep_every_steps=self._plan.keep_every_steps,
             tell=self._tell,
             only_shipped=self._shipping.is_on,
+            num_calm=1 + len(self._plan.run.watchdog.respond),
         )
 
     def _manifest(self, state: RunState) -> Manifest:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_pretrain.watchdog_memory import Memory
+
 _VERSION = 1
 
 
@@ -57,21 +59,57 @@ class SkipLedger:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """One time that the run went back to an older checkpoint, and why."""
+
+    to_step: int  # of the checkpoint
+    step: int  # at which it was decided
+    onset: int  # the step where the trouble began
+    kind: str  # of trouble
+    response: str  # "replay" or "skip"
+    attempt: int
+
+
+@dataclass(frozen=True)
 class RunState:
     """All that has to be remembered; everything else is computed from it and the run file."""
 
     step: int = 0  # finished optimizer steps
     ledger: SkipLedger = field(default_factory=SkipLedger)
+    num_dropped: int = 0  # of the finished steps, those whose update was dropped
+    num_healthy: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
+    watchdog: Memory = field(default_factory=Memory)
+    rollbacks: tuple[Rollback, ...] = ()
 
-    def after_step(self) -> "RunState":
+    @property
+    def num_updates(self) -> int:
+        """Applied updates: what the learning rate follows. A dropped update moves no schedule."""
+        return self.step - self.num_dropped
+
+    def after_step(
+        self, applied: bool = True, memory: Memory | None = None, healthy: bool = True
+    ) -> "RunState":
         """The state after one more finished step."""
-        return replace(self, step=self.step + 1)
+        return replace(
+            self,
+            step=self.step + 1,
+            num_dropped=self.num_dropped + (not applied),
+            num_healthy=self.num_healthy + 1 if healthy else 0,
+            watchdog=self.watchdog if memory is None else memory,
+        )
 
     def to_json(self) -> str:
         """Text that `from_json` reads back as an equal value."""
-        return json.dumps(
-            {"version": _VERSION, "step": self.step, "skips": [vars(s) for s in self.ledger.skips]}, indent=1
-        )
+        fields = {
+            "version": _VERSION,
+            "step": self.step,
+            "skips": [vars(s) for s in self.ledger.skips],
+            "num_dropped": self.num_dropped,
+            "num_healthy": self.num_healthy,
+            "watchdog": self.watchdog.to_json(),
+            "rollbacks": [vars(r) for r in self.rollbacks],
+        }
+        return json.dumps(fields, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "RunState":
@@ -82,4 +120,11 @@ class RunState:
                 f"run state of version {data.get('version')}, expected {_VERSION}: "
                 "use the ds_pretrain version that wrote it"
             )
-        return RunState(step=data["step"], ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])))
+        return RunState(
+            step=data["step"],
+            ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])),
+            num_dropped=data.get("num_dropped", 0),  # of before there was a watchdog
+            num_healthy=data.get("num_healthy", 0),
+            watchdog=Memory.from_json(data["watchdog"]) if "watchdog" in data else Memory(),
+            rollbacks=tuple(Rollback(**r) for r in data.get("rollbacks", ())),
+        )

@@ -79,7 +79,7 @@ def measure(
         loss=float(sums[0] / max(1, sums[2])),
         loss_max_rank=float((rows[:, 0] / rows[:, 2].clip(min=1)).max()),
         z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
-        learning_rate=plan.schedule.rate(state.step),
+        learning_rate=plan.schedule.rate(state.num_updates),
         grad_norm=update.grad_norm,
         clip_factor=update.clip_factor,
         update_applied=update.applied,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count
 from ds_pretrain.checkpoint.verdict import Found
+from ds_pretrain.cure import read_cure
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.engine import Engine, initialize_distributed
 from ds_pretrain.errors import (
@@ -31,6 +32,7 @@ from ds_pretrain.errors import (
     RunError,
     agreed,
 )
+from ds_pretrain.healing import Watchdog
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
@@ -79,7 +81,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     _shared(world, lock.take)
     require_shared_folder(plan.out, world)
     places = open_places(plan, world)
-    own = store.find(places, world, tell)
+    cure = _shared(world, lambda: read_cure(plan.out))
+    own = store.find(places, world, tell, cure.abandons)
     found = own or _origin(plan, wish, world, tell)
     _refuse_past_end(found, plan)
     origin = None if own is not None else _known(found)
@@ -100,20 +103,28 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
         feed = stack.enter_context(open_feed(plan, inputs, world))
-        state = _resume(found, engine, feed, plan, monitor, began, world)
+        state = cure.applied(_resume(found, engine, feed, plan, monitor, began, world))
         validation = validation_sets(plan, inputs)
         seconds = perf_counter() - began
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, seconds, world, tell)
+        watchdog = Watchdog(plan, monitor, places, record.attempt, world, tell)
         while state.step < plan.last_step:
             started = perf_counter()
             batch = feed.at(state)
             losses, update = take_step(
-                engine, batch, plan.schedule.rate(state.step), plan.run.model.z_loss, world
+                engine, batch, plan.schedule.rate(state.num_updates), plan.run.model.z_loss, world
             )
             step, shared = measure(plan, state, batch, losses, update, started, saver, stop, world)
             monitor.step(step)
-            state = state.after_step()
+            state, verdict = watchdog.judge(state, step)
+            saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
+            if watchdog.wants_back(verdict):
+                saver.finish()
+                state = watchdog.roll_back(state, verdict, engine, step.step)
+                saver.gone_back(state)
+                continue
+            saver.note_health(state)
             num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
             if state.step == plan.last_step and num_attempted > 1 and not num_applied:
                 raise NoProgress(
@@ -123,7 +134,6 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
                 )
             if validation and validation_due(plan, state):
                 monitor.validation(state.step, evaluate(engine, plan, validation, world))
-            saver.advance(shared.stages, shared.probe)
             stops = shared.stop or state.step == wish.stop_after
             probe = partial(probe_again, engine, batch, step.step - 1, world)
             if stops or state.step == plan.last_step:

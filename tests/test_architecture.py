@@ -21,23 +21,18 @@ ROOT = Path(__file__).parent.parent / "ds_pretrain"
 
 # Imports go down only; modules of one layer see one another in layers 0 and 1, and inside one part above.
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(["errors", "files", "reading", "world", "rank_files", "credentials"], 0),
-    **dict.fromkeys(
+    name: layer
+    for layer, names in enumerate(
         [
-            *("config", "complaints", "paths", "timeline", "schedules", "state", "record", "plan"),
-            *("deepspeed_json", "deepspeed_keys", "deepspeed_values", "interval", "watchdog", "watchdog_plot", "robust"),
-        ],
-        1,
-    ),
-    **dict.fromkeys(
-        [
-            *("data", "models", "checkpoint", "monitor"),
-            *("engine", "engine_load", "partitions", "run_directory", "stop"),
-        ],
-        2,
-    ),
-    **dict.fromkeys(["preflight", "opening", "saving", "shipping", "step", "probing", "train", "sample", "launch", "watchdog_replay"], 3),
-    **dict.fromkeys(["cli", "checkpoint_commands", "verify_resume", "__main__"], 4),
+            "errors files reading world rank_files credentials",
+            "config complaints paths timeline schedules state record plan interval shares response "
+            "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values",
+            "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
+            "preflight opening probing healing saving shipping step train sample launch watchdog_replay",
+            "cli checkpoint_commands verify_resume __main__",
+        ]
+    )
+    for name in names.split()
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
@@ -47,7 +42,7 @@ SEES_SIBLING = {
     ("train", "preflight"),
     ("step", "saving"),
     ("saving", "shipping"),
-    *(("train", part) for part in ("opening", "probing", "saving", "shipping", "step")),
+    *(("train", part) for part in ("opening", "probing", "saving", "healing", "shipping", "step")),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
     ("cli", "verify_resume"),

@@ -31,7 +31,7 @@ def test_a_state_of_another_version_is_refused() -> None:
         RunState.from_json(text)
 
 
-def test_a_finished_step_moves_the_step_alone() -> None:
+def test_a_finished_step_moves_the_step_and_the_count_of_healthy_ones() -> None:
     state = RunState(step=4, ledger=SkipLedger((skip(1, 2),)))
     assert state.after_step() == RunState(step=5, ledger=state.ledger)
 

@@ -20,7 +20,9 @@ def recover(root: Path) -> Iterator[str]:
             continue
         final = folder.with_name(folder.name.removesuffix(REPLACED).removesuffix(PARTIAL))
         if not (folder / MANIFEST).exists():
-            yield f"{folder.name} was not finished when it was saved; passed over, deleted after the next save"
+            yield (
+                f"{folder.name} was not finished when it was saved; passed over, deleted after the next save"
+            )
         elif not final.exists() and _is_whole(folder, final.name):
             with contextlib.suppress(OSError):
                 folder.rename(final)

@@ -36,13 +36,17 @@ def prune(
     keep_every_steps: int | None,
     tell: Callable[[str], None],
     only_shipped: bool = False,
+    num_calm: int = 1,
 ) -> None:
     """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save.
 
-    With `only_shipped`, a checkpoint that is not whole at the other place yet stays, however old it is.
+    With `only_shipped`, a checkpoint that is not whole at the other place yet stays, however old it is. The
+    newest `num_calm` calm ones stay too: what the watchdog may go back to.
     """
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
-    protected = _protected(folders) | {s for s, f in folders.items() if only_shipped and not is_shipped(f)}
+    protected = _protected(folders, num_calm) | {
+        s for s, f in folders.items() if only_shipped and not is_shipped(f)
+    }
     for step in doomed(list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=protected):
         try:
             write_point("prune")
@@ -81,8 +85,8 @@ def manifest_sum(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _protected(folders: dict[int, Path]) -> set[int]:
-    """Pinned ones, and the newest calm one."""
+def _protected(folders: dict[int, Path], num_calm: int) -> set[int]:
+    """Pinned ones, and the newest calm ones."""
     calm = [step for step, folder in folders.items() if (folder / CALM).exists()]
     pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
-    return pinned | ({max(calm)} if calm else set())
+    return pinned | set(sorted(calm)[-num_calm:])

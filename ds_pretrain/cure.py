@@ -1,0 +1,66 @@
+"""The rollbacks of a run, on disk before it goes on from one: whatever dies then, the cure is continued.
+
+`cure.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint that knows of fewer
+rollbacks lies on the branch that was left, if it is newer than what was gone back to; else a run goes on from
+it, with the rollbacks and the ledger from here.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.files import write_atomic, write_point
+from ds_pretrain.response import is_abandoned
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
+
+_FILE = "cure.json"
+
+
+@dataclass(frozen=True)
+class Cure:
+    """What a start has to know of the rollbacks before it."""
+
+    rollbacks: tuple[Rollback, ...] = ()
+    ledger: SkipLedger = field(default_factory=SkipLedger)
+
+    def abandons(self, state: RunState) -> bool:
+        """True if a checkpoint's state lies on a branch that was left."""
+        return is_abandoned(state, self.rollbacks)
+
+    def applied(self, state: RunState) -> RunState:
+        """The state to go on from where a checkpoint has this one."""
+        if len(state.rollbacks) >= len(self.rollbacks):
+            return state  # it knows of them
+        return replace(state, ledger=self.ledger, rollbacks=self.rollbacks)
+
+
+def read_cure(out: Path) -> Cure:
+    """What was written last; nothing if there has been no rollback.
+
+    Raises:
+        InputError: the file is there and cannot be read.
+    """
+    path = out / _FILE
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rollbacks: Sequence[Any] = data["rollbacks"]
+        skips = tuple(Skip(**s) for s in data["skips"])
+        return Cure(tuple(Rollback(**r) for r in rollbacks), SkipLedger(skips))
+    except FileNotFoundError:
+        return Cure()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}): it says which data the watchdog skipped; put an intact copy "
+            "back, or move it away to go on as the newest checkpoint knows it"
+        ) from error
+
+
+def write_cure(out: Path, state: RunState) -> None:
+    """Make a rollback count, all or nothing: `state` is the one that the run goes on from."""
+    fields = {"rollbacks": [vars(r) for r in state.rollbacks], "skips": [vars(s) for s in state.ledger.skips]}
+    write_point("cure")
+    write_atomic(out / _FILE, json.dumps(fields, indent=1) + "\n")
+    write_point("cured")

@@ -1,0 +1,117 @@
+"""What the watchdog's verdict leads to: which checkpoint to go back to, with which data, or to a person.
+
+Pure. A step is named by its number, 1 for the first; a checkpoint by the steps finished when it was saved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.timeline import Timeline
+from ds_pretrain.watchdog import Verdict
+
+Action = Literal["replay", "skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """`[watchdog]` of a run file, with its durations in steps."""
+
+    respond: tuple[Literal["replay", "skip"], ...]
+    skip_before: int
+    skip_after: int
+    patience: int
+    rollbacks: int  # at most, in a stretch of so many steps:
+    stretch: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What to do, and why. `to_step` is the checkpoint to go back to."""
+
+    action: Action
+    to_step: int | None
+    reason: str
+
+
+def respond(
+    ladder: Ladder, history: Sequence[Rollback], verdict: Verdict, step: int, calm_steps: Sequence[int]
+) -> Response:
+    """The next rung for a verdict to roll back at `step`.
+
+    The same place again (an onset within reach of an earlier one) takes the next rung, and a checkpoint older
+    than that of the rung before.
+    """
+    assert verdict.onset is not None
+    onset = verdict.onset
+    recent = [rollback for rollback in history if rollback.step > step - ladder.stretch]
+    if len(recent) >= ladder.rollbacks:
+        return Response(
+            "stop", None, f"{len(recent)} rollbacks in {ladder.stretch:,} steps are all that is allowed"
+        )
+    reach = ladder.patience + ladder.skip_after
+    here = [rollback for rollback in history if abs(rollback.onset - onset) <= reach]
+    if len(here) >= len(ladder.respond):
+        tried = ", then ".join(rollback.response for rollback in here) or "nothing"
+        return Response("stop", None, f"it came back at the same place after {tried}")
+    older = [calm for calm in calm_steps if calm < onset]
+    before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
+    if not older:
+        return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
+    to_step = max(before) if before else min(older)
+    what = {"replay": "the same data again", "skip": "without the data around it"}[ladder.respond[len(here)]]
+    return Response(
+        ladder.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
+    )
+
+
+def after_rollback(
+    state: RunState,
+    base: RunState,
+    response: Response,
+    rollback: Rollback,
+    ladder: Ladder,
+    timeline: Timeline,
+) -> RunState:
+    """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
+    ledger = state.ledger
+    if response.action == "skip":
+        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, ladder, timeline))
+    return RunState(
+        step=base.step,
+        ledger=ledger,
+        num_dropped=base.num_dropped,
+        num_healthy=base.num_healthy,
+        watchdog=base.watchdog,
+        rollbacks=(*state.rollbacks, rollback),
+    )
+
+
+def skipped(
+    ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladder, timeline: Timeline
+) -> Skip:
+    """The draws that steps around an onset read under `ledger`: of its phase, and none that stays trained."""
+    place = rollback.onset - 1  # finished steps before it
+    segments = [s for s in timeline.segments if s.phase == timeline.at(place).phase]
+    first = max(place - ladder.skip_before, base_step, segments[0].first_step)
+    last = min(place + ladder.skip_after, segments[-1].end_step) - 1
+    ends = []
+    for step in (first, last):
+        segment = timeline.at(step)
+        draws = ledger.draws(segment.phase, timeline.trained_draws_before(step), segment.sequences)
+        ends.append((int(draws[0]), int(draws[-1]) + 1))
+    return Skip(
+        phase=timeline.at(place).phase,
+        start=ends[0][0],
+        stop=ends[1][1],
+        cause=rollback.kind,
+        step=rollback.step,
+        attempt=rollback.attempt,
+    )
+
+
+def is_abandoned(state: RunState, rollbacks: Sequence[Rollback]) -> bool:
+    """True if a checkpoint's state lies on a branch that a rollback since has left."""
+    later = rollbacks[len(state.rollbacks) :]
+    return any(state.step > rollback.to_step for rollback in later)

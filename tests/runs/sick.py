@@ -1,0 +1,123 @@
+"""Runs of the real loop that meet a fault, and what they make of it."""
+
+import contextlib
+import io
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_pretrain import cure, healing
+from ds_pretrain import train as train_module
+from ds_pretrain.data.feed import Batch, MicroBatch
+from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.world import World
+from tests.runs.golden import run_rank
+from tests.scenario import LLAMA, make_run
+
+UNSEEN = 5  # a token that no text holds
+OPTIONS: dict[str, Any] = {
+    "steps": 40,
+    "batch_tokens": 128,
+    "save_every": "2 steps",
+    "model": {**LLAMA, "attention_dropout": 0.0},
+}
+# A window and a patience that fit a run of forty steps.
+WATCHDOG = """
+[watchdog]
+window = 8
+patience = 3
+skip_before = "1 steps"
+skip_after = "4 steps"
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    "data": draws [first, stop) teach nonsense, whenever they are read. "state": at the step `first` one
+    rank's moments are ruined, once. "passing": at the step `first` the gradients are far too large, once.
+    "rate": the rate is absurd from step `first` on. "nan": at step `first` one rank's loss is no number.
+    """
+
+    kind: str
+    first: int
+    stop: int = 0
+    rank: int = 1
+
+
+def make_sick_run(folder: Path, watchdog: str = WATCHDOG, **more: Any) -> Path:
+    run_file = make_run(folder, **{**OPTIONS, **more})
+    run_file.write_text(run_file.read_text() + watchdog)
+    return run_file
+
+
+def run_sick(
+    world: World,
+    run_file: str,
+    fault: Fault | None,
+    overrides: tuple[str, ...] = (),
+    kill_at: str | None = None,
+    met: bool = False,
+) -> Any:
+    """Train; the exit code, what was said, and what `run_rank` returns. A passing fault already `met` is over.
+
+    With `kill_at`, this process is SIGKILLed at that write point of a rollback, or as it begins to load.
+    """
+    patch = pytest.MonkeyPatch()
+    take_step, over = train_module.take_step, [met]
+
+    def stepped(engine: Any, batch: Batch, rate: float, *args: Any) -> Any:
+        step = batch.ids.step + 1
+        if fault is None:
+            return take_step(engine, batch, rate, *args)
+        if fault.kind == "data":
+            draws = batch.ids.draw
+            if bool(((draws >= fault.first) & (draws < fault.stop)).any()):
+                nonsense = tuple(
+                    MicroBatch(m.input_ids, torch.full_like(m.labels, UNSEEN)) for m in batch.micro_batches
+                )
+                batch = Batch(batch.ids, nonsense, batch.num_valid_tokens, batch.checksums)
+            return take_step(engine, batch, rate, *args)
+        if fault.kind == "rate":
+            return take_step(engine, batch, 30.0 if step >= fault.first else rate, *args)
+        if step != fault.first or over[0]:
+            return take_step(engine, batch, rate, *args)
+        over[0] = True
+        if fault.kind == "state" and world.rank == fault.rank:
+            for state in engine._engine.optimizer.optimizer.state.values():
+                state["exp_avg"].fill_(1.0)
+                state["exp_avg_sq"].fill_(1e-12)
+        if fault.kind == "passing":
+            rate = 3.0
+        if fault.kind == "nan" and world.rank == fault.rank:
+            backward = ZeroEngine.backward
+            with pytest.MonkeyPatch.context() as once:
+                once.setattr(ZeroEngine, "backward", lambda self, loss: backward(self, loss * float("nan")))
+                return take_step(engine, batch, rate, *args)
+        return take_step(engine, batch, rate, *args)
+
+    def point(name: str) -> None:
+        if name == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(train_module, "take_step", stepped)
+    patch.setattr(cure, "write_point", point)
+    if kill_at == "load":
+        patch.setattr(healing.store, "restore", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    said = io.StringIO()
+    ended: Any = None
+    code = 0
+    with contextlib.redirect_stderr(said):
+        try:
+            ended = run_rank(world, run_file, None, overrides)
+        except train_module.RunError as error:
+            code = error.exit_code
+            said.write(str(error))
+    patch.undo()
+    return code, said.getvalue(), ended
