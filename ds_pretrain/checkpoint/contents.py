@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, owner, parse_manifest
 from ds_pretrain.checkpoint.shards import open_shards
+from ds_pretrain.checkpoint.universal import damage, read_universal
 from ds_pretrain.checkpoint.universal_layout import (
     SOURCE_MANIFEST,
     UNIVERSAL_MANIFEST,
     Group,
-    parse_universal,
 )
 from ds_pretrain.checkpoint.verdict import broken_reason
 from ds_pretrain.errors import InputError
-from ds_pretrain.files import checksum
+from ds_pretrain.world import World
 
 WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
 BUFFER, FROZEN = "buffer", "frozen"
@@ -64,7 +64,7 @@ def _reason(folder: Path) -> str | None:
         if (folder / MANIFEST).is_file():
             return broken_reason(folder)
         if (folder / UNIVERSAL_MANIFEST).is_file():
-            return _universal_reason(folder)
+            return damage(folder, read_universal(folder), World())
     except (OSError, ValueError) as error:
         return str(error)
     if not folder.is_dir():
@@ -73,14 +73,6 @@ def _reason(folder: Path) -> str | None:
         f"it has neither {MANIFEST} nor {UNIVERSAL_MANIFEST}, so nothing proves its files, and DeepSpeed's "
         "are pickles, which can run code when they are read"
     )
-
-
-def _universal_reason(folder: Path) -> str | None:
-    manifest = parse_universal((folder / UNIVERSAL_MANIFEST).read_text(encoding="utf-8"))
-    for name, entry in manifest.files.items():
-        if (folder / name).stat().st_size != entry.bytes or checksum(folder / name) != entry.sha256:
-            return f"{name} is not what {UNIVERSAL_MANIFEST} says"
-    return None
 
 
 def _of_shards(folder: Path) -> Contents:
@@ -104,7 +96,7 @@ def _of_shards(folder: Path) -> Contents:
 
 
 def _of_universal(folder: Path) -> Contents:
-    manifest = parse_universal((folder / UNIVERSAL_MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_universal(folder)
     tensors: dict[tuple[str, str], Callable[[], Tensor]] = {
         (path.parent.name, path.stem): partial(_universal_tensor, path)
         for path in sorted((folder / "zero").glob("*/*.pt"))
