@@ -161,13 +161,13 @@ def drift(place: Place) -> Graft:
     """0.1 % of the loss a step, to be found before it has risen by 10 % over what it was at the place.
 
     Where the healthy loss still falls, a drift raises it so far after more than 100 steps, and begins to be
-    one where the loss is lowest.
+    one where the loss is last within 1 % of its lowest.
     """
     points = tuple(raised(p, 0.001 * t * p.loss) for t, p in enumerate(place.points))
     half = LEVEL_POINTS // 2
     levels = [median(p.loss for p in points[t - half : t + half]) for t in range(half, len(points) - half)]
     risen = [t + half for t, level in enumerate(levels) if level >= 1.1 * place.level]
-    lowest = levels.index(min(levels))
+    lowest = [t for t, level in enumerate(levels) if level <= 1.01 * min(levels)][-1]
     onset = lowest + half if lowest else 0
     by = max(100, risen[0] if risen else len(points)) - 1
     return Graft(points, by, onset=onset, most_onset_error=100)

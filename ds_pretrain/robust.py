@@ -33,8 +33,13 @@ class Usual:
 
 
 def score(usual: Usual, value: float, floor: float) -> float:
-    """How many spreads `value` lies above what is expected; a spread counts as at least `floor`."""
-    return (value - usual.centre - usual.lag) / max(usual.spread, floor)
+    """How many spreads `value` lies above what is expected; a spread counts as at least `floor`.
+
+    At most twice as many as it lies above the centre: else the mere end of a steep fall would be a rise.
+    """
+    spread = max(usual.spread, floor)
+    above_centre = (value - usual.centre) / spread
+    return min(above_centre - usual.lag / spread, max(0.0, 2 * above_centre))
 
 
 def accept(usual: Usual, value: float, window: int) -> Usual:

@@ -11,7 +11,7 @@ import pytest
 
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.record import StepRecord
-from ds_pretrain.robust import num_recent
+from ds_pretrain.robust import Usual, num_recent, score
 from ds_pretrain.watchdog import GUESSING, OK, Verdict, judge
 from ds_pretrain.watchdog_memory import Memory
 from ds_pretrain.watchdog_replay import Point
@@ -242,6 +242,11 @@ def test_a_loss_that_comes_back_from_a_fall_is_no_fault_but_one_that_overshoots_
     assert first_roll_back([*fallen, *after(fallen, 100, 2, LEVEL + 0.5)])[1].kind == "lasting_spike"
 
 
+def test_a_loss_that_comes_back_before_the_new_level_is_known_is_no_drift() -> None:
+    fallen = [*BEFORE, *after(BEFORE, 70, level=LEVEL - 0.5)]
+    assert not any(v.roll_back for _, v in said([*fallen, *after(fallen, 400, 2)]))
+
+
 def test_a_fall_long_ago_excuses_nothing() -> None:
     window = WatchdogSection(window=40)
     fallen = [*BEFORE, *after(BEFORE, 500, level=LEVEL - 0.5)]
@@ -297,6 +302,41 @@ def test_a_loss_that_falls_fast_is_not_a_fall_and_its_noise_no_spike() -> None:
         for t, p in enumerate(healthy(1000))
     ]
     assert said(falling) == []
+
+
+def test_a_steep_fall_that_ends_is_no_spike() -> None:
+    chance = random.Random(0)
+    losses = [6 - 0.01 * min(t, 300) + 0.01 * chance.gauss(0, 1) for t in range(600)]
+    points = [replace(p, loss=x, loss_max_rank=x) for p, x in zip(healthy(600), losses, strict=True)]
+    assert not any(v.roll_back for _, v in said(points))
+
+
+def test_a_value_in_a_falling_series_is_measured_from_where_it_would_have_fallen_to() -> None:
+    usual = Usual(recent=(3.0, 3.0), residuals=(-0.1, -0.1), num_accepted=2, lag=-0.1, spread=0.02)
+    assert score(usual, 2.9, 0.01) == pytest.approx(0, abs=1e-9)
+    assert score(usual, 2.8, 0.01) == pytest.approx(-5)
+    assert score(usual, 3.1, 0.01) == pytest.approx(10)
+    assert score(usual, 3.1, 0.1) == pytest.approx(2)
+    assert score(usual, 3.02, 0.01) == pytest.approx(2)  # twice as far as it is above the centre, no more
+
+
+def test_a_noisy_run_drifts_by_its_spreads_and_not_by_its_share_alone() -> None:
+    chance = random.Random(2)
+    noisy = [replace(p, loss=0.1 + 0.02 * chance.gauss(0, 1)) for p in healthy(5000)]
+    assert not any(v.roll_back for _, v in said(noisy))
+
+
+def test_a_steady_norm_is_not_judged_by_its_own_spread() -> None:
+    steady = [replace(p, grad_norm=NORM + 1e-5 * (p.step % 7)) for p in BEFORE]
+    for norm, num_said in ((1.3 * NORM, 0), (1.6 * NORM, 1)):
+        assert len(said([*steady, replace(after(BEFORE, 1)[0], grad_norm=norm)])) == num_said
+
+
+def test_an_onset_lies_at_most_five_steps_before_the_threshold_was_passed() -> None:
+    bump = [replace(p, loss=LEVEL + 2.5 * SPREAD) for p in after(BEFORE, 12)]
+    points = [*BEFORE, *bump]
+    _, verdict = first_roll_back([*points, *raised(after(points, 40), 0.5)])
+    assert verdict.onset == NEXT + 12 - 5
 
 
 def test_a_curve_without_norms_is_judged_by_its_losses() -> None:
@@ -392,6 +432,7 @@ def test_what_is_rejected_enters_no_statistics() -> None:
     for point in bad:
         _, memory = judged([replace(point, step=NEXT)], memory=before)
         assert (memory.loss, memory.norm) == (before.loss, before.norm)
+        assert memory.slow_level == before.slow_level
     low = replace(after(BEFORE, 1)[0], loss=1.0)
     assert judged([low], memory=before)[1].loss == before.loss
     high_norm = replace(after(BEFORE, 1)[0], grad_norm=50.0)
