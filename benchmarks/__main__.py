@@ -2,8 +2,9 @@
 
     python -m benchmarks [DATA]
 
-DATA is the text of tiny Shakespeare, which `nanogpt_row.py` needs; without it that one is skipped. Exit code
-1 if a bar was missed or a benchmark ended without a result.
+DATA is the text of tiny Shakespeare, which `nanogpt_row.py` needs; `watchdog_curves.py` needs the folder
+`curves` beside it. Without DATA these are skipped. Exit code 1 if a bar was missed or a benchmark ended
+without a result.
 """
 
 import argparse
@@ -16,7 +17,10 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 NOT_BENCHMARKS = {"__main__", "report", "ranks"}
-NEEDS_DATA = {"nanogpt_row": "it needs the text of tiny Shakespeare: python -m benchmarks DATA"}
+NEEDS_DATA = {
+    "nanogpt_row": "it needs the text of tiny Shakespeare: python -m benchmarks DATA",
+    "watchdog_curves": "it needs the folder `curves` beside that text: python -m benchmarks DATA",
+}
 
 
 def names() -> list[str]:
