@@ -46,16 +46,30 @@ def checkpoints_command(words: argparse.Namespace) -> int:
         )
     if words.shipped:
         return _ACTIONS_THERE[words.action](_place(Path(words.run)), words.names)
+    if words.action == "diff" and all(_step(name) is None for name in words.names):
+        return _diff(Path(), words.names)  # two folders, wherever they are
     return _ACTIONS[words.action](_root(Path(words.run)), words.names)
 
 
 def _root(run: Path) -> Path:
-    """The folder of checkpoints that is meant: of a run directory, of a run file's, or itself."""
+    """The folder of checkpoints that is meant: of a run directory, of a run file's, or itself.
+
+    Raises:
+        InputError: it is not here, and the run file says where checkpoints are, too.
+    """
     from ds_pretrain.checkpoint.layout import published
 
-    if run.is_dir() and published(run):
-        return run
-    return (run if run.is_dir() else load_plan(run).out) / "checkpoints"
+    if run.is_dir():
+        return run if published(run) else run / "checkpoints"
+    plan = load_plan(run)
+    root = plan.out / "checkpoints"
+    if root.is_dir() or plan.ship_to is None:
+        return root
+    on_hosts = f"each host has its own in {plan.checkpoints}, " if plan.checkpoints != root else ""
+    raise InputError(
+        f"{run}: there is no {root} here; {on_hosts}and what has been shipped is in {plan.ship_to}: ask "
+        f"about that with --shipped, or name a folder of checkpoints instead of {run}"
+    )
 
 
 def _place(run: Path) -> "Remote":

@@ -130,15 +130,19 @@ def _tensor_difference(key: tuple[str, str], a: Contents, b: Contents) -> Tensor
 
 
 def _distance(left: Tensor, right: Tensor) -> tuple[float, float]:
-    """Largest absolute difference of two elements, and the norm of all relative to that of `left`."""
+    """Largest absolute difference of two elements, and the norm of all relative to that of `left`.
+
+    What is infinite on both sides alike, or no number on both, is no difference and in no norm.
+    """
     largest, apart, norm = 0.0, 0.0, 0.0
     for start in range(0, left.numel(), _CHUNK):
         mine, theirs = (each[start : start + _CHUNK].double() for each in (left, right))
-        gap = (mine - theirs).abs()  # [_CHUNK]
+        alike = (mine == theirs) | (mine.isnan() & theirs.isnan())  # [_CHUNK]; also of infinities
+        gap = torch.where(alike, 0.0, (mine - theirs).abs())  # [_CHUNK]
         gap = torch.where(gap.isnan(), math.inf, gap)  # a number against NaN
         largest = max(largest, float(gap.max()))
         apart += float(gap.square().sum())
-        norm += float(mine.square().sum())
+        norm += float(torch.where(mine.isfinite(), mine, 0.0).square().sum())
     if not math.isfinite(apart):
         return largest, math.inf
     return largest, math.sqrt(apart / norm) if norm else math.inf if apart else 0.0

@@ -17,6 +17,7 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
     step_of,
 )
+from ds_pretrain.checkpoint.places import wrong_file
 from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped
 from ds_pretrain.checkpoint.verdict import broken_reason
@@ -29,7 +30,7 @@ _HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder that carries a checkpoint's name. Without a manifest, `reason` says why it is broken."""
+    """A folder that carries a checkpoint's name. `reason` says why it is broken, if it is."""
 
     folder: Path
     step: int
@@ -62,11 +63,7 @@ def entries(root: Path) -> Iterator[Entry]:
 def entries_there(remote: Remote) -> Iterator[Entry]:
     """Every checkpoint at another place, newest first. Reads manifests only."""
     for step in remote.steps():
-        manifest, reason = None, None
-        try:
-            manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
-        except ValueError as error:
-            reason = f"its manifest cannot be read: {error}"
+        manifest, reason = _parsed(remote.read(step, MANIFEST) or b"", step)
         marked = {mark: remote.size(step, mark) is not None for mark in (CALM, PINNED)}
         folder = Path(step_name(step))
         yield Entry(folder, step, manifest, reason, marked[CALM], marked[PINNED], True, None)
@@ -74,10 +71,9 @@ def entries_there(remote: Remote) -> Iterator[Entry]:
 
 def wrong_there(remote: Remote, step: int) -> str | None:
     """Why a checkpoint at another place is broken, or None: every file is read to its end."""
-    try:
-        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
-    except ValueError as error:
-        return f"its manifest cannot be read: {error}"
+    manifest, reason = _parsed(remote.read(step, MANIFEST) or b"", step)
+    if manifest is None:
+        return reason
     for name, entry in manifest.files.items():
         found = remote.entry(step, name)
         if found != entry:
@@ -159,25 +155,25 @@ def size(number_of_bytes: float) -> str:
 
 
 def _read(folder: Path, step: int) -> tuple[Manifest | None, str | None]:
-    """The manifest, and what is wrong as far as it and the files' sizes tell."""
+    """The manifest of a folder, and what is wrong as far as it and the files' sizes tell."""
     try:
-        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest, reason = _parsed((folder / MANIFEST).read_bytes(), step)
+        files = manifest.files if manifest is not None else {}
+        wrong = (wrong_file(folder / name, entry, "sizes") for name, entry in files.items())
+        return manifest, next((found for found in wrong if found is not None), reason)
     except FileNotFoundError:
         return None, "it has no manifest"
     except OSError as error:
-        return None, f"its manifest cannot be read ({error.strerror})"
+        return None, f"it cannot be checked ({error})"
+
+
+def _parsed(text: bytes, step: int) -> tuple[Manifest | None, str | None]:
+    """The manifest of a step, or what is wrong with it."""
+    try:
+        manifest = parse_manifest(text.decode())
     except ValueError as error:
-        return None, str(error)
-    if manifest.step != step:
-        return manifest, f"its manifest is of step {manifest.step:,}"
-    for name, entry in manifest.files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            return manifest, f"{name} is listed and cannot be read ({error.strerror})"
-        if found != entry.bytes:
-            return manifest, f"{name} has {found:,} bytes, the manifest says {entry.bytes:,}"
-    return manifest, None
+        return None, f"its manifest cannot be read: {error}"
+    return (manifest, None) if manifest.step == step else (None, f"its manifest is of step {manifest.step:,}")
 
 
 def _verified_at(folder: Path) -> datetime | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, step_name, step_of
+from ds_pretrain.checkpoint.synced import copied_beside, make_synced
 from ds_pretrain.credentials import scrubbed, secret_options
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import sync_folder, write_atomic, write_point
@@ -47,6 +48,15 @@ class Remote:
         """What lies directly in the folder of a step."""
         return self._names(self._path(step))
 
+    def unfinished(self, step: int) -> list[str]:
+        """What killed uploads left in the folder of a step, and running ones are about to rename."""
+        if not self._is_local:
+            return []  # an object is there once it is whole
+        folder = Path(self._path(step))
+        with self._said("list what is there"):
+            found = [path for path in folder.rglob(".*") if path.is_file()]
+        return sorted(path.relative_to(folder).as_posix() for path in found)
+
     def size(self, step: int, name: str) -> int | None:
         """The bytes of a file; None if it is not there."""
         with self._said(f"look at {name} of step {step}"):
@@ -67,31 +77,30 @@ class Remote:
     def write(self, step: int, name: str, content: bytes) -> None:
         """A small file, replaced."""
         with self._said(f"write {name} of step {step}"):
-            path = self._in_folder(step, name)
-            if self._is_local:
-                write_atomic(Path(path), content)
-            else:
-                self._fs.pipe_file(path, content)
+            self._replace(self._in_folder(step, name), content)
 
     def label(self) -> bytes | None:
-        """Whose checkpoints lie here; None if nobody has said."""
+        """Whose checkpoints lie here; None if nobody has said: a killed writer may have left it empty."""
         with self._said(f"read {_LABEL}"):
             try:
-                return bytes(self._fs.cat_file(f"{self._root}/{_LABEL}"))
+                return bytes(self._fs.cat_file(f"{self._root}/{_LABEL}")) or None
             except FileNotFoundError:
                 return None
 
     def set_label(self, content: bytes) -> None:
         """Say whose checkpoints lie here."""
         with self._said(f"write {_LABEL}"):
-            self._fs.pipe_file(f"{self._root}/{_LABEL}", content)
+            self._replace(f"{self._root}/{_LABEL}", content)
 
     def put(self, path: Path, step: int, name: str) -> FileEntry:
         """Upload a file of any size, and sum what arrived by reading it back."""
         with self._said(f"upload {name} of step {step}"):
             there = self._in_folder(step, name)
             if self._is_local:
-                _copy_synced(path, Path(there))
+                unfinished = copied_beside(path, Path(there))
+                write_point("remote copied")
+                unfinished.replace(there)
+                sync_folder(unfinished.parent)
             else:
                 self._fs.put_file(str(path), there)
         arrived = self.entry(step, name)
@@ -143,6 +152,12 @@ class Remote:
     def _is_local(self) -> bool:
         return "file" in _protocols(self._fs)
 
+    def _replace(self, path: str, content: bytes) -> None:
+        if self._is_local:
+            write_atomic(Path(path), content)
+        else:
+            self._fs.pipe_file(path, content)
+
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{step_name(step)}" + (f"/{name}" if name else "")
 
@@ -150,7 +165,7 @@ class Remote:
         """The path of a file whose folder is there."""
         path = self._path(step, name)
         if self._is_local:
-            _make_synced(Path(path).parent)
+            make_synced(Path(path).parent)
         elif not _protocols(self._fs) & _WITHOUT_FOLDERS:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
@@ -273,27 +288,3 @@ def _reason(error: Exception, fs: Any) -> str:
     words = " ".join(str(error).split())
     text = words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}".rstrip(": ")
     return scrubbed(text, tuple(secret_options(getattr(fs, "storage_options", {}))))[:_LONGEST_REASON]
-
-
-def _copy_synced(source: Path, target: Path) -> None:
-    """Copy in chunks under another name, synced, then renamed."""
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with source.open("rb") as here, unfinished.open("wb") as there:
-            while chunk := here.read(_CHUNK_BYTES):
-                there.write(chunk)
-            there.flush()
-            os.fsync(there.fileno())
-        unfinished.replace(target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
-
-
-def _make_synced(folder: Path) -> None:
-    """A folder, and those above it, whose names survive a power cut."""
-    if not folder.is_dir():
-        _make_synced(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)

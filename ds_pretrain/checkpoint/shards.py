@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.layout import owner
+from ds_pretrain.checkpoint.layout import MANIFEST, owner, parse_manifest
 from ds_pretrain.checkpoint.universal_layout import Group
 from ds_pretrain.errors import InputError
 from ds_pretrain.shares import share_of
@@ -153,11 +153,16 @@ class Source:
 def open_shards(folder: Path) -> Source:
     """Open the shards of a checkpoint. They are pickles: the manifest's checksums must have held.
 
+    Only those that the manifest lists, where there is one: nothing vouches for any other.
+
     Raises:
         InputError: there are none.
+        ValueError: the manifest is none.
     """
-    optim_files = _in_rank_order(folder, "*_optim_states.pt")
-    model_files = _in_rank_order(folder, "*_model_states.pt")
+    names = _names(folder)
+    model_files, optim_files = (
+        [folder / name for name in names if name.endswith(ending)] for ending in SHARD_ENDINGS
+    )
     if not optim_files or not model_files:
         raise InputError(f"{folder} holds no DeepSpeed shards (*_optim_states.pt); name a checkpoint folder")
     shards = [load_pickle(path)["optimizer_state_dict"] for path in optim_files]
@@ -171,8 +176,14 @@ def load_pickle(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
-def _in_rank_order(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern), key=lambda path: (owner(path.name), path.name))
+def _names(folder: Path) -> list[str]:
+    """The files of a checkpoint, in the order of their ranks."""
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        names = list(parse_manifest(manifest.read_text(encoding="utf-8")).files)
+    else:
+        names = [path.name for path in folder.glob("*")]
+    return sorted(names, key=lambda name: (owner(name), name))
 
 
 def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragment]]:

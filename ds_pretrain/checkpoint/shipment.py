@@ -2,8 +2,9 @@
 
 What one host ships of a checkpoint is what its folder holds; the manifest, the same text on every host, says
 what all hosts hold together. Each host leaves a word at the place when its files have arrived; host 0 writes
-the manifest there last, when all have. Nothing is kept between two calls, so whoever ships may be killed at
-any moment and started again. docs/design/shipping.md says why.
+the manifest there last, when the words name all that it lists, whoever left them. Nothing is kept between two
+calls, so whoever ships may be killed at any moment and started again, as another host, too.
+docs/design/shipping.md says why.
 """
 
 import json
@@ -13,10 +14,33 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import MANIFEST, Manifest, parse_manifest, published, step_name, step_of
+from ds_pretrain.checkpoint.layout import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    UnknownVersion,
+    parse_manifest,
+    published,
+    step_name,
+    step_of,
+)
 from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, doomed, is_shipped, manifest_sum
+from ds_pretrain.checkpoint.unshippable import not_shipped, unshipped
+from ds_pretrain.checkpoint.words import (
+    ARRIVED,
+    UNSHIPPABLE_THERE,
+    Stuck,
+    arrival,
+    ask_others,
+    tell_others,
+    told_of,
+    word_of,
+    words_of,
+)
 from ds_pretrain.files import checksum, write_atomic, write_point
+
+__all__ = ["NotAsListed", "Progress", "Stuck", "arrival", "ship", "unshipped"]
 
 
 class Progress(Enum):
@@ -29,7 +53,7 @@ class Progress(Enum):
 
 
 class NotAsListed(Exception):
-    """A checkpoint here is not what its manifest says."""
+    """A checkpoint here is not what its manifest says: no later try can ship it."""
 
 
 def ship(
@@ -42,16 +66,17 @@ def ship(
 
     Raises:
         OSError: the store, or the disk here.
-        ValueError, NotAsListed: the checkpoint here is broken.
+        NotAsListed: the checkpoint here is broken.
+        Stuck: a part of it is on no host, or broken on another; or a newer program wrote it.
     """
     write_point("ship begin")
-    text = _manifest_text(folder)
+    text = manifest_text(folder)
     if text is None:
         return Progress.GONE
     try:
         return _ship(folder, remote, host, num_hosts, text, whole)
     except Exception:
-        if _manifest_text(folder) != text:
+        if manifest_text(folder) != text:
             return Progress.GONE
         raise
 
@@ -59,69 +84,106 @@ def ship(
 def _ship(
     folder: Path, remote: Remote, host: int, num_hosts: int, text: bytes, whole: Callable[[], None]
 ) -> Progress:
-    manifest = parse_manifest(text.decode())
-    step = manifest.step
-    there = remote.read(step, MANIFEST)
-    if there is not None and there != text:
-        if _created(there) > manifest.created:
-            return _mark(folder, remote, host, manifest, text, Progress.SUPERSEDED)
-        remote.remove(step, MANIFEST)  # an earlier save of this step: its files are about to change
+    manifest = _listed(folder, text)
+    there = remote.read(manifest.step, MANIFEST)
+    if there is not None and there != text and _created(there) > manifest.created:
+        return _mark(folder, remote, host, manifest, text, Progress.SUPERSEDED)
     if there != text:
-        if _arrived(remote, step, host, text) is None:
-            _deliver(folder, remote, host, manifest, text)
-        if host != 0 or not _complete(remote, num_hosts, manifest, text):
+        _deliver(folder, remote, host, manifest, text)
+        if host != 0:
+            ask_others(remote, manifest.step, manifest_sum(text))
             return Progress.WAITING
-        write_point("ship manifest")
-        remote.write(step, MANIFEST, text)
-        if remote.read(step, MANIFEST) != text:
-            raise OSError(f"{remote.place}: the manifest of step {step} reads back as something else")
+        if not _complete(remote, num_hosts, manifest, text):
+            return Progress.WAITING
+        _publish(remote, manifest, text)
     whole()
     return _mark(folder, remote, host, manifest, text, Progress.SHIPPED)
 
 
+def _listed(folder: Path, text: bytes) -> Manifest:
+    try:
+        manifest = parse_manifest(text.decode())
+    except UnknownVersion as error:
+        raise Stuck(str(error)) from None
+    except ValueError as error:
+        raise NotAsListed(f"its manifest cannot be read: {error}") from None
+    if manifest.step != step_of(folder.name):
+        raise NotAsListed(f"its manifest is of step {manifest.step:,}")
+    return manifest
+
+
 def _deliver(folder: Path, remote: Remote, host: int, manifest: Manifest, text: bytes) -> None:
-    """Upload what this host holds and is not there, then say that it has arrived."""
-    names = [name for name in manifest.files if (folder / name).exists()]
-    for name in names:
-        entry = manifest.files[name]
-        if remote.size(manifest.step, name) == entry.bytes and remote.entry(manifest.step, name) == entry:
-            continue
-        write_point("ship file")
-        if remote.put(folder / name, manifest.step, name) == entry:
-            continue
-        if checksum(folder / name) != entry.sha256:
-            raise NotAsListed(f"{folder / name} is not what its manifest says; the disk here may be failing")
-        if remote.put(folder / name, manifest.step, name) != entry:
-            raise OSError(f"{remote.place}: {name} of step {manifest.step} arrived damaged twice")
+    """Upload what is held here and was not delivered by whatever host; then say that it has arrived."""
+    step, this_save = manifest.step, manifest_sum(text)
+    held = [name for name in manifest.files if (folder / name).exists()]
+    own = word_of(remote, step, arrival(host))
+    known = own.files if own is not None and own.manifest == this_save else frozenset()
+    if own is not None and own.manifest == this_save and known.issuperset(held):
+        return
+    words = words_of(remote, step)
+    arrived = {name for word in words.values() if word.manifest == this_save for name in word.files}
+    lacking = [name for name in held if name not in arrived]
+    there = remote.read(step, MANIFEST) if lacking else None
+    if there == text:
+        return  # it has just become whole, and other hosts have taken back their words
+    if there is not None:
+        remote.remove(step, MANIFEST)  # of an earlier save of this step: its files are about to change
+    for name, word in words.items():
+        if word.manifest != this_save and not word.files.isdisjoint(lacking):
+            remote.remove(step, name)  # it will not be true any more
+    for name in lacking:
+        _upload(folder / name, remote, step, name, manifest.files[name])
     write_point("ship arrived")
-    word = {"manifest": manifest_sum(text), "files": names}
-    remote.write(manifest.step, arrival(host), json.dumps(word).encode())
+    told = {"manifest": this_save, "files": sorted({*known, *held})}
+    remote.write(step, arrival(host), json.dumps(told).encode())
+
+
+def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) -> None:
+    if remote.size(step, name) == entry.bytes and remote.entry(step, name) == entry:
+        return
+    # Before the upload: another host may hold this file too, and have delivered it meanwhile.
+    if checksum(path) != entry.sha256:
+        raise NotAsListed(f"{path} is not what its manifest says; the disk here may be failing")
+    write_point("ship file")
+    if remote.put(path, step, name) != entry and remote.put(path, step, name) != entry:
+        raise OSError(f"{remote.place}: {name} of step {step} arrived damaged twice")
 
 
 def _complete(remote: Remote, num_hosts: int, manifest: Manifest, text: bytes) -> bool:
-    """True if the files of all hosts have arrived, and they are all that the manifest lists."""
-    arrived: set[str] = set()
-    for host in range(num_hosts):
-        names = _arrived(remote, manifest.step, host, text)
-        if names is None:
-            return False
-        arrived |= names
-    absent = sorted(manifest.files.keys() - arrived)
-    if absent:
-        raise NotAsListed(
-            f"no host has {absent[0]}" + (f" and {len(absent) - 1} more of its files" if absent[1:] else "")
-        )
-    return True
+    """True if all that the manifest lists has arrived. Words may be of hosts that had another number.
+
+    Raises:
+        Stuck: every host has delivered, and that is not all.
+    """
+    this_save = manifest_sum(text)
+    words = {n: word for n, word in words_of(remote, manifest.step).items() if word.manifest == this_save}
+    absent = sorted(manifest.files.keys() - {name for word in words.values() for name in word.files})
+    if not absent:
+        return True
+    if all(arrival(host) in words for host in range(num_hosts)):
+        more = f" and {len(absent) - 1} more of its files" if absent[1:] else ""
+        reason = f"no host has {absent[0]}{more}"
+        tell_others(remote, manifest.step, this_save, reason, is_final=False)
+        raise Stuck(reason)
+    told = told_of(remote, manifest.step, this_save)
+    if told is not None and told.is_final:
+        raise Stuck(f"another host says: {told.reason}")
+    if told is not None:
+        remote.remove(manifest.step, UNSHIPPABLE_THERE)  # there are more hosts now
+    return False
 
 
-def _arrived(remote: Remote, step: int, host: int, text: bytes) -> set[str] | None:
-    """The files of this very save that a host has delivered; None until it has delivered all its files."""
-    word = remote.read(step, arrival(host))
-    try:
-        told = json.loads(word or b"{}")
-    except ValueError:
-        return None
-    return set(told["files"]) if told.get("manifest") == manifest_sum(text) else None
+def _publish(remote: Remote, manifest: Manifest, text: bytes) -> None:
+    """Write the manifest at the place, once nothing is beside the files but the words of other hosts."""
+    step = manifest.step
+    for name in remote.unfinished(step):
+        if name.startswith(f".{arrival(0)}") or not name.startswith(f".{ARRIVED}"):  # others write theirs now
+            remote.remove(step, name)
+    remote.remove(step, UNSHIPPABLE_THERE)
+    write_point("ship manifest")
+    remote.write(step, MANIFEST, text)
+    if remote.read(step, MANIFEST) != text:
+        raise OSError(f"{remote.place}: the manifest of step {step} reads back as something else")
 
 
 def _mark(
@@ -145,16 +207,6 @@ def _mark(
     return progress
 
 
-def arrival(host: int) -> str:
-    """The name of a host's word that its files are at the place."""
-    return f"arrived_{host:05d}.json"
-
-
-def unshipped(root: Path) -> list[Path]:
-    """The published checkpoints here that are not whole at the other place, newest first."""
-    return [folder for folder in published(root) if not is_shipped(folder)]
-
-
 def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps: int | None) -> None:
     """Prune the place by the rule that holds here, and what can never become whole. On host 0."""
     here = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
@@ -166,11 +218,15 @@ def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps
     old = doomed(there, keep=keep, keep_every_steps=keep_every_steps, protected=())
     calm = next((step for step in there if marked(step, CALM)), None) if old else None
     unseen = {arrival(host) for host in range(num_hosts)}  # a host that has not seen yet that it is whole
+    # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
+    long_since = doomed(there, keep=2 * keep, keep_every_steps=keep_every_steps, protected=())
     for step in old:
-        if step != calm and not marked(step, PINNED) and not unseen & set(remote.names(step)):
+        if step == calm or marked(step, PINNED):
+            continue
+        if step in long_since or not unseen & set(remote.names(step)):
             write_point("ship prune")
             remote.delete(step)
-    on_their_way = {step_of(folder.name) for folder in unshipped(root)}
+    on_their_way = {step_of(folder.name) for folder in not_shipped(root)}
     for step in remote.folders():
         if there and step < there[0] and step not in there and step not in on_their_way:
             remote.delete(step)
@@ -206,7 +262,8 @@ def new_marks(root: Path, copied: Collection[tuple[str, str]]) -> list[tuple[str
     ]
 
 
-def _manifest_text(folder: Path) -> bytes | None:
+def manifest_text(folder: Path) -> bytes | None:
+    """The bytes of the manifest here; None if there is none."""
     try:
         return (folder / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from ds_pretrain.checkpoint import remote, shipment
-from ds_pretrain.checkpoint.ship import Order, Rounds
+from ds_pretrain.checkpoint.rounds import Order, Rounds
 
 
 def main() -> None:

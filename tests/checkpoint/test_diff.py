@@ -1,6 +1,7 @@
 """Two checkpoints compared: what differs is named, with how far it is apart, whoever wrote them."""
 
 import json
+import math
 import os
 import shutil
 import weakref
@@ -16,7 +17,7 @@ from ds_pretrain.checkpoint import convert
 from ds_pretrain.checkpoint.diff import SHOWN_LINES, described, differences
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest, published, step_name
 from ds_pretrain.checkpoint.rng import capture_streams, rng_file, seed_streams
-from ds_pretrain.checkpoint.shards import Source
+from ds_pretrain.checkpoint.shards import Source, open_shards
 from ds_pretrain.cli import main
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import checksum
@@ -160,6 +161,49 @@ def test_one_change_gives_one_line_that_names_it(
 def test_bits_are_compared_not_values(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a", _zero), written(tmp_path / "b", _sign_of_zero)
     assert lines(a, b) == ["a.weight  fp32  relative 0.00e+00, largest 0.00e+00"]
+
+
+def test_what_is_infinite_or_no_number_on_both_sides_is_no_distance(tmp_path: Path) -> None:
+    """||b - a|| = 3, ||a|| = 5 over the finite elements."""
+
+    def buffer(*values: float) -> Change:
+        def change(optimizer: dict[str, Any], model: dict[str, Any]) -> None:
+            model["module"]["rope"] = torch.tensor(values)
+
+        return change
+
+    a = written(tmp_path / "a", buffer(math.inf, -math.inf, math.nan, 3.0, 4.0), 0)
+    b = written(tmp_path / "b", buffer(math.inf, -math.inf, math.nan, 3.0, 7.0), 0)
+    assert lines(a, b) == ["rope  buffer  relative 6.00e-01, largest 3.00e+00"]
+    other_sign = written(tmp_path / "c", buffer(-math.inf, -math.inf, math.nan, 3.0, 4.0), 0)
+    assert lines(a, other_sign) == ["rope  buffer  relative inf, largest inf"]
+    number = written(tmp_path / "d", buffer(math.inf, -math.inf, 0.0, 3.0, 4.0), 0)
+    assert lines(a, number) == ["rope  buffer  relative inf, largest inf"]
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    """It is left of another world, or somebody put it there."""
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    a, b = written(tmp_path / "a"), written(tmp_path / "b")
+    for name in (OPTIM, MODEL):
+        torch.save({"optimizer_state_dict": Trap()}, b / name.format(2))
+    assert differences(a, b).none
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a"), written(tmp_path / "b")
+    for rank in (0, 1):
+        (b / OPTIM.format(rank)).unlink()
+    with pytest.raises(InputError, match=r"b.*holds no DeepSpeed shards \(\*_optim_states\.pt\); name a"):
+        differences(a, seal(b))
+    (b / MANIFEST).unlink()
+    with pytest.raises(InputError, match="holds no DeepSpeed shards"):
+        open_shards(b)
 
 
 def test_the_furthest_apart_come_first_and_the_rest_are_counted(tmp_path: Path) -> None:

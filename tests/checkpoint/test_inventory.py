@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.checkpoint import inventory
-from ds_pretrain.checkpoint.inventory import VERIFIED, ago, listed, size
+from ds_pretrain.checkpoint.inventory import VERIFIED, ago, entries_there, listed, size, wrong_there
 from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest, step_name
+from ds_pretrain.checkpoint.remote import remote_at
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, manifest_sum
 from ds_pretrain.cli import main
+from ds_pretrain.plan import load_plan
 from ds_pretrain.world import World
 from tests.checkpoint.test_store import _save as save
 from tests.scenario import make_run
@@ -151,7 +153,7 @@ def _no_manifest(folder: Path) -> str:
 
 def _torn_manifest(folder: Path) -> str:
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace('"tokens": ', '"tokens": 1'))
-    return "its manifest does not match its own checksum"
+    return "its manifest cannot be read: its manifest does not match its own checksum"
 
 
 def _other_step(folder: Path) -> str:
@@ -168,6 +170,76 @@ def test_a_broken_checkpoint_is_listed_with_the_reason(tmp_path: Path, harm: obj
     assert broken.startswith(f"  20  BROKEN: {reason}")
     assert cells(intact)[0] == "10"
     assert cells(header)[0] == "step"
+
+
+def test_a_disk_that_does_not_answer_is_said_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made(tmp_path) / "checkpoints"
+
+    def fails(*_: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(inventory, "wrong_file", fails)
+    assert "  20  BROKEN: it cannot be checked ([Errno 5] Input/output error)" in list(listed(root))
+
+
+def test_a_manifest_of_another_step_at_the_place_is_broken(tmp_path: Path) -> None:
+    root = made(tmp_path) / "checkpoints"
+    (root / step_name(20) / MANIFEST).write_bytes((root / step_name(10) / MANIFEST).read_bytes())
+    for name in parse_manifest((root / step_name(10) / MANIFEST).read_text()).files:
+        (root / step_name(20) / name).write_bytes((root / step_name(10) / name).read_bytes())
+    remote = remote_at(str(root))
+    assert [entry.reason for entry in entries_there(remote)] == ["its manifest is of step 10", None]
+    assert wrong_there(remote, 20) == "its manifest is of step 10"
+    assert wrong_there(remote, 10) is None
+    remote.write(20, MANIFEST, b"{")
+    assert str(wrong_there(remote, 20)).startswith("its manifest cannot be read: ")
+
+
+def shipping(folder: Path, places: str) -> Path:
+    """A run file that names where its checkpoints are."""
+    run_file = make_run(folder)
+    run_file.write_text(run_file.read_text().replace("[checkpoint]\n", f"[checkpoint]\n{places}\n"))
+    return run_file
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = shipping(tmp_path, f'local = "{tmp_path}/nvme"\nship_to = "{tmp_path}/vault"')
+    plan = load_plan(run_file)
+    for words in (["list"], ["verify"], ["pin", "10"], ["diff", "10", "20"]):
+        assert main(["checkpoints", str(run_file), *words]) == 2
+        assert (
+            f"{run_file}: there is no {plan.out}/checkpoints here; each host has its own in "
+            f"{plan.checkpoints}, and what has been shipped is in {tmp_path}/vault: ask about that with "
+            f"--shipped, or name a folder of checkpoints instead of {run_file}"
+        ) in capsys.readouterr().err
+    assert main(["checkpoints", str(run_file), "diff", "/nowhere", "/no"]) == 2  # needs neither
+    assert "/nowhere cannot be opened" in capsys.readouterr().err
+    assert main(["checkpoints", str(run_file), "--shipped"]) == 0
+    assert f"{tmp_path}/vault holds no checkpoint" in capsys.readouterr().out
+
+    run_file = shipping(tmp_path / "shared", f'ship_to = "{tmp_path}/vault"')
+    assert main(["checkpoints", str(run_file)]) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoints here; and what has been shipped is in {tmp_path}/vault: ask" in said
+    save(load_plan(run_file).checkpoints, 10, World())
+    assert main(["checkpoints", str(run_file)]) == 0
+
+
+def test_shipped_is_refused_where_nothing_is_shipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_run(tmp_path)
+    assert main(["checkpoints", str(run_file), "--shipped"]) == 2
+    assert (
+        f"{run_file}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there"
+        in capsys.readouterr().err
+    )
+    assert main(["checkpoints", str(run_file)]) == 0
+    assert "holds no checkpoint" in capsys.readouterr().out
 
 
 def test_what_was_set_aside_has_a_line_of_its_own(tmp_path: Path) -> None:
@@ -201,6 +273,7 @@ WRONG_WORDS = {
     "diff 10": "checkpoints diff: 1 checkpoint(s) named, expected 2, like `checkpoints RUN diff 1000 1000`",
     "verify 10 --all": "checkpoints verify: give a step or --all, not both",
     "pin 10 --all": "checkpoints pin: --all belongs to verify",
+    "diff 10 20 --shipped": "checkpoints diff: --shipped belongs to list, verify, pin, unpin",
 }
 
 

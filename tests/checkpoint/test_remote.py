@@ -161,6 +161,40 @@ def test_a_place_that_forgets_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         open_remote(str(tmp_path))
 
 
+def test_a_place_says_whose_it_is_and_an_empty_word_says_nothing(place: str) -> None:
+    remote = open_remote(place)
+    assert remote.label() is None
+    remote.set_label(b"")  # as a writer leaves it that is killed at a store which is not atomic
+    assert open_remote(place).label() is None
+    remote.set_label(b'{"name": "mine"}')
+    assert open_remote(place).label() == b'{"name": "mine"}'
+
+
+def test_a_kill_while_it_is_said_whose_a_folder_is_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = open_remote(str(tmp_path / "vault"))
+    found = []
+    fsync = module.os.fsync
+
+    def watched(descriptor: int) -> None:
+        found.append(remote.label())
+        fsync(descriptor)
+
+    monkeypatch.setattr(module.os, "fsync", watched)
+    remote.set_label(b"mine")
+    assert found == [None, b"mine"]  # before it is synced, and when its name is
+
+
+def test_unfinished_copies_are_listed_wherever_they_lie(place: str, tmp_path: Path) -> None:
+    remote = open_remote(place)
+    assert remote.unfinished(5) == []
+    for name in ("a.pt", ".a.pt.0123", "rng/.b.pt.4567"):
+        remote.write(5, name, b"x")
+    expected = [".a.pt.0123", "rng/.b.pt.4567"] if remote._is_local else []
+    assert remote.unfinished(5) == expected
+
+
 def test_a_store_that_does_not_answer_is_an_error_and_not_an_empty_one(
     server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

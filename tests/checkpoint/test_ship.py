@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.checkpoint import ship as process
+from ds_pretrain.checkpoint import rounds as process
 from ds_pretrain.checkpoint import shipment
 from ds_pretrain.checkpoint.layout import FileEntry, parse_manifest, published, step_name
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, is_shipped, prune
-from ds_pretrain.checkpoint.ship import Order, Rounds, Shipper
-from ds_pretrain.checkpoint.shipment import NotAsListed, Progress, arrival, ship
+from ds_pretrain.checkpoint.rounds import Order, Rounds
+from ds_pretrain.checkpoint.ship import Shipper
+from ds_pretrain.checkpoint.shipment import Progress, ship
+from ds_pretrain.checkpoint.words import Stuck, arrival
 from ds_pretrain.errors import InputError
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
 from tests.checkpoint.test_layout import MANIFEST
@@ -162,13 +164,16 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
         _until_idle(Rounds(order))
         assert (remote.steps()[0], _problem(remote, 20), process.unshipped(root)) == (20, None, []), nth
         assert sorted(remote.names(20)) == ["manifest.json", "rng", "run_state.json"]
+        assert remote.unfinished(20) == []
         _publish(root, 30)
         _until_idle(Rounds(order))
         assert (remote.folders(), _problem(remote, 30)) == ([30], None), nth
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL
-    assert nth >= 14  # two checkpoints of three files, and one of them deleted there
+    assert nth >= (
+        20 if remote._is_local else 14
+    )  # two checkpoints of three files, and one of them deleted there
 
 
 def test_a_step_saved_again_replaces_the_one_that_is_there(place: str, tmp_path: Path) -> None:
@@ -256,25 +261,6 @@ def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_t
     assert not is_shipped(folder)
     monkeypatch.undo()
     assert ship(folder, remote, 0, 1) is Progress.SHIPPED
-
-
-def test_a_checkpoint_that_is_broken_here_is_told_and_does_not_hold_up_others(
-    folder_place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = _publish(tmp_path / "here", 20) / "run_state.json"
-    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
-    _publish(tmp_path / "here", 30)
-    (tmp_path / "here" / step_name(30) / "manifest.json").write_text("{")
-    _publish(tmp_path / "here", 10)
-    _until_idle(Rounds(_order(tmp_path / "here", folder_place)))
-    remote = open_remote(folder_place)
-    assert remote.steps() == [10]
-    told = capsys.readouterr().err
-    assert (
-        f"ds_pretrain: the checkpoint of step 20 is not shipped to {folder_place} yet: {broken} is not what "
-        "its manifest says; the disk here may be failing; trying again in 1 seconds\n"
-    ) in told
-    assert f"the checkpoint of step 30 is not shipped to {folder_place} yet: " in told
 
 
 def test_a_checkpoint_that_goes_away_meanwhile_is_no_error(
@@ -366,7 +352,7 @@ def test_a_word_that_files_have_arrived_counts_for_its_own_save_only(
 
 def test_a_file_that_no_host_has_keeps_the_manifest_back(folder_place: str, tmp_path: Path) -> None:
     remote, folder = open_remote(folder_place), _publish(tmp_path / "here", 10, held=HOLDS[0])
-    with pytest.raises(NotAsListed, match=r"no host has rng/rank_00001\.pt"):
+    with pytest.raises(Stuck, match=r"no host has rng/rank_00001\.pt"):
         ship(folder, remote, 0, 1)
     assert remote.steps() == []
 

@@ -84,8 +84,7 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
         }
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     (folder / RUN_STATE).write_text(RunState(STEP).to_json())
-    entry = FileEntry((folder / RUN_STATE).stat().st_size, checksum(folder / RUN_STATE))
-    files = {RUN_STATE: entry}
+    files = {path.name: FileEntry(path.stat().st_size, checksum(path)) for path in folder.iterdir()}
     manifest = replace(SAVED, step=STEP, world_size=world_size, files=files)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder
