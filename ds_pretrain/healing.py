@@ -39,7 +39,8 @@ class Watchdog:
     def judge(self, state: RunState, record: StepRecord) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
-        after = state.after_step(record.update_applied, memory, healthy=verdict.action == "ok")
+        healthy = verdict.action == "ok" and memory.spike is None  # one usual loss in a spike may be luck
+        after = state.after_step(record.update_applied, memory, healthy)
         self._say(record, verdict)
         if not record.update_applied:
             self._monitor.event("dropped", step=record.step, num_dropped=after.num_dropped)
@@ -89,6 +90,7 @@ class Watchdog:
         self._written(after)
         self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._monitor.event("rollback", **_fields(rollback, after, verdict))
+        store.leave(self._places, after.step, self._world, self._tell)
         store.restore(found, engine, self._plan.run.seed, self._world, self._tell)
         self._said = ()
         return after

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.remote import open_remote, remote_at
+from ds_pretrain.checkpoint.remote import Remote, open_remote, remote_at
 from ds_pretrain.checkpoint.rng import seed_streams
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.sampler import make_sampler
@@ -32,7 +32,7 @@ from ds_pretrain.monitor.sinks import say
 from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.plan import Plan
 from ds_pretrain.preflight import Inputs, find_problems, open_inputs, summary
-from ds_pretrain.run_directory import RunRecord
+from ds_pretrain.run_directory import RunRecord, read_record
 from ds_pretrain.world import World, from_main, gather_objects, uses_gpu
 
 
@@ -110,12 +110,33 @@ def open_places(plan: Plan, world: World) -> Places:
     try:
         if world.is_main:
             remote = open_remote(plan.ship_to)  # proves it, once
+            _refuse_other_label(plan, remote)
         remote = remote or remote_at(plan.ship_to)
     except InputError as error:
         problems = list(error.problems)
     if everyone := list(dict.fromkeys(p for found in gather_objects(world, problems) for p in found)):
         raise agreed(InputError(everyone))
     return replace(places, remote=remote)
+
+
+def _refuse_other_label(plan: Plan, remote: Remote) -> None:
+    """Before anything is fetched: the checkpoints at the place have to be this run's."""
+    try:
+        found = json.loads(remote.label() or b"{}")
+    except (OSError, ValueError):
+        return  # whoever reads a checkpoint there says what is wrong; `label_place` compares once more
+    if not found:
+        return
+    record = read_record(plan.out)
+    if found.get("name", plan.run.name) != plan.run.name or (record and found.get("run") != record.wandb_id):
+        raise InputError(_other_run(plan.ship_to or "", json.dumps(found), plan.run.name))
+
+
+def _other_run(place: str, found: str, name: str) -> str:
+    return (
+        f"checkpoint.ship_to = {place} holds the checkpoints of another run ({found[:200]}), and this one is "
+        f"{name!r}; give each run a place of its own"
+    )
 
 
 def label_place(places: Places, record: RunRecord) -> None:
@@ -131,11 +152,7 @@ def label_place(places: Places, record: RunRecord) -> None:
     if found is None:
         places.remote.set_label(json.dumps(mine).encode())
     elif found != json.dumps(mine).encode():
-        raise InputError(
-            f"checkpoint.ship_to = {places.remote.place} holds the checkpoints of another run "
-            f"({found.decode(errors='replace')[:200]}), and this one is {json.dumps(mine)}; give each run a "
-            "place of its own"
-        )
+        raise InputError(_other_run(places.remote.place, found.decode(errors="replace"), record.name))
 
 
 def _require_own_folders(places: Places, world: World) -> None:
@@ -146,7 +163,7 @@ def _require_own_folders(places: Places, world: World) -> None:
         try:
             ensure_writable_folder(places.root, "checkpoint.local")
             write_atomic(places.root / word, mine)
-        except InputError as error:
+        except (InputError, OSError) as error:
             problem = str(error)
     told = gather_objects(world, (platform.node(), word if places.leads(world) else None, mine, problem))
     problems = [p for _, _, _, p in told if p is not None]

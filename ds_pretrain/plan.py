@@ -303,6 +303,16 @@ def _contradictions(run: Run) -> Iterator[str]:
                 )
         if not phase.mixture:
             yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
+    ship_to = run.checkpoint.ship_to
+    if (
+        ship_to is not None
+        and run.checkpoint.local is None
+        and Path(ship_to) == Path(run.out) / "checkpoints"
+    ):
+        yield (
+            f'checkpoint.ship_to = "{ship_to}": checkpoints are saved there already; name another place, or '
+            "give checkpoint.local, a folder of each host's own"
+        )
     for path in run.accept_changes:
         if not _covers(CHANGEABLE, path):
             yield (

@@ -5,6 +5,7 @@ B sequences of a micro-batch · T tokens of each.
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def check_probe(
         InputError: they differ by more than arithmetic explains, and `accept_changes` does not name "probe".
     """
     saved = manifest.probe
-    if saved is None:
+    if saved is None or not isfinite(saved.loss):
         return "no loss was stored with it to compare"
     if saved.num_ranks != world.size and (rates := _dropout(json.loads(plan.model_text))):
         return (

@@ -5,12 +5,14 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from math import isfinite
 from statistics import median
-from time import monotonic
+from time import monotonic, perf_counter, sleep
 
-from ds_pretrain.checkpoint.layout import Manifest, published, step_name, step_of
+from ds_pretrain.checkpoint.layout import DEEPSPEED, Manifest, published, step_name, step_of
 from ds_pretrain.checkpoint.places import ASSEMBLED, Places
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
@@ -30,6 +32,7 @@ from ds_pretrain.world import World, gather_objects
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
+RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
 _MEASURED_SAVES = 3  # before anything is said about how often to save
 
 
@@ -52,6 +55,7 @@ class Saver:
         self._monitor, self._tell, self._places = monitor, tell, places
         self._clock = WallClock(plan.run.checkpoint.every)
         self._num_failed = 0  # in a row
+        self._extra_stall_seconds = 0.0  # of the save under way: what it waited for, beside its own copies
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
         self._saves = Saves(places, world, self._published, expected_bytes)
@@ -84,14 +88,17 @@ class Saver:
         Raises:
             CannotSave: too many saves in a row have failed.
         """
+        began = perf_counter()
         self.finish()
+        waited = perf_counter() - began
         self._note_shipped()
         texts = {
             "run.toml": self._plan.run_text,
-            "deepspeed.json": self._plan.deepspeed_text,
+            DEEPSPEED: self._plan.deepspeed_text,
             "model.json": self._plan.model_text,
         }
         manifest = self._manifest(state)
+        self._extra_stall_seconds = waited
         self._note(self._saves.begin(state, manifest, texts, self._engine))
         if not self._behind:
             self._finish_probed(state.step, probe)
@@ -103,9 +110,12 @@ class Saver:
         Raises:
             CannotSave: it failed so often that the run stops.
         """
-        while self._saved_step != state.step:
+        while True:
             self.save(state, probe)
             self._finish_probed(state.step, probe)
+            if self._saved_step == state.step:
+                return
+            sleep(RETRY_SECONDS)
 
     def note_health(self, state: RunState) -> None:
         """Mark as calm what enough healthy steps came after: only that may be gone back to."""
@@ -137,22 +147,28 @@ class Saver:
         """Wait for the save under way. Collective."""
         self._note(self._saves.finish())
 
-    def ship_rest(self) -> None:
-        """Wait for what is not shipped yet; then delete here what need not stay. Collective."""
-        self._shipping.finish()
+    def ship_rest(self, patience_seconds: float) -> None:
+        """Wait so long for what is not shipped yet; then delete here what need not stay. Collective."""
+        self._shipping.finish(patience_seconds)
         self._note_shipped()
         if self._places.leads(self._world) and self._shipping.is_on:
             self._prune()
 
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
-        """Probe while the files are written, then wait for them."""
+        """Probe while the files are written, then wait for them: training stands still for all of it."""
+        began = perf_counter()
         if self._saves.is_under_way:
-            self._saves.probed(step, probe())
-        self.finish()
+            found = probe()
+            if isfinite(found.loss):
+                self._saves.probed(step, found)
+        outcome = self._saves.finish()
+        self._extra_stall_seconds += perf_counter() - began
+        self._note(outcome)
 
     def _note(self, outcome: Outcome | None) -> None:
         if outcome is None:
             return
+        outcome = replace(outcome, stall_seconds=outcome.stall_seconds + self._extra_stall_seconds)
         if outcome.problem is None:
             self._num_failed, self._saved_step = 0, outcome.step
             self._not_yet_calm.add(self._places.root / step_name(outcome.step))
@@ -182,13 +198,15 @@ class Saver:
             )
 
     def _note_shipped(self) -> None:
-        """Record what has been shipped from this host since the last look."""
+        """Record what has been shipped from rank 0's host since the last look."""
+        if not self._world.is_main or not self._shipping.is_on:
+            return
         shipped = {f for f in published(self._places.root) if f not in self._seen_shipped and is_shipped(f)}
         for folder in sorted(shipped):
-            mark = json.loads((folder / SHIPPED).read_text())
-            self._monitor.event(
-                "shipped", checkpoint=folder.name, bytes=mark["bytes"], seconds=mark["seconds"]
-            )
+            with contextlib.suppress(OSError, ValueError, KeyError):  # it was pruned meanwhile
+                mark = json.loads((folder / SHIPPED).read_text())
+                told = {"checkpoint": folder.name, "bytes": mark["bytes"], "seconds": mark["seconds"]}
+                self._monitor.event("shipped", **told)
         self._seen_shipped |= shipped
 
     def _published(self, step: int) -> None:
@@ -199,7 +217,6 @@ class Saver:
             except (OSError, InputError) as error:  # the checkpoint is there all the same
                 self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
             shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
-        self._shipping.retire()
         self._shipping.wake()
         self._prune()
 

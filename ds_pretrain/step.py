@@ -69,7 +69,7 @@ def measure(
     row = [nll, z, num_valid, sum(batch.checksums), batch.wait_seconds, perf_counter() - started]
     asked = [stop.is_asked(), stop.is_save_asked() or saver.is_due_by_clock(), saver.stage]
     first = batch.micro_batches[0].labels
-    probed = [first_nll, first.numel(), sum(batch.checksums[: len(first)])]
+    probed = [first_nll, int((first >= 0).sum()), sum(batch.checksums[: len(first)])]
     rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
     sums, most = rows.sum(axis=0), rows.max(axis=0)
     step = state.step + 1

@@ -22,6 +22,7 @@ from ds_pretrain.checkpoint.triggers import due_by_count
 from ds_pretrain.checkpoint.verdict import Found
 from ds_pretrain.cure import read_cure
 from ds_pretrain.data.feed import Feed
+from ds_pretrain.data.validation import ValidationSet
 from ds_pretrain.engine import Engine, initialize_distributed
 from ds_pretrain.errors import (
     EXIT_FAILED,
@@ -51,7 +52,8 @@ from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.run_directory import KnownRun, RunLock, claim
 from ds_pretrain.saving import Saver
-from ds_pretrain.shipping import Shipping
+from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
+from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
 from ds_pretrain.state import RunState
 from ds_pretrain.step import evaluate, measure, take_step
 from ds_pretrain.stop import StopSignal
@@ -84,68 +86,91 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     cure = _shared(world, lambda: read_cure(plan.out))
     own = store.find(places, world, tell, cure.abandons)
     found = own or _origin(plan, wish, world, tell)
-    _refuse_past_end(found, plan)
+    _refuse_step(found, plan, wish)
     origin = None if own is not None else _known(found)
     record = _shared(world, lambda: claim(plan, inputs.data, _known(own), origin))
     _shared(world, lambda: label_place(places, record))
-    found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     shipping = Shipping(plan, places, world, tell)
     if found is not None and found.state.step == plan.last_step:
         with shipping:
-            shipping.finish()
+            shipping.finish(SHIP_PATIENCE_SECONDS)
         if world.is_main:
             say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
         return
+    found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     engine = open_run_engine(plan, world)
-    num_attempted = num_applied = 0
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
         feed = stack.enter_context(open_feed(plan, inputs, world))
         state = cure.applied(_resume(found, engine, feed, plan, monitor, began, world))
-        validation = validation_sets(plan, inputs)
-        seconds = perf_counter() - began
+        restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
-        saver = Saver(plan, record, engine, monitor, places, shipping, seconds, world, tell)
+        saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world, tell)
         watchdog = Watchdog(plan, monitor, places, record.attempt, world, tell)
-        while state.step < plan.last_step:
-            started = perf_counter()
-            batch = feed.at(state)
-            losses, update = take_step(
-                engine, batch, plan.schedule.rate(state.num_updates), plan.run.model.z_loss, world
+        parts = _Parts(
+            plan, engine, feed, monitor, saver, watchdog, validation_sets(plan, inputs), stop, wish, world
+        )
+        _train_from(state, parts)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the loop works with."""
+
+    plan: Plan
+    engine: Engine
+    feed: Feed
+    monitor: Monitor
+    saver: Saver
+    watchdog: Watchdog
+    validation: Sequence[ValidationSet]
+    stop: StopSignal
+    wish: Wish
+    world: World
+
+
+def _train_from(state: RunState, parts: _Parts) -> None:
+    """Step by step to the last one, or to where it is asked to stop. Collective."""
+    plan, engine, saver, world = parts.plan, parts.engine, parts.saver, parts.world
+    num_attempted = num_applied = 0
+    while state.step < plan.last_step:
+        started = perf_counter()
+        batch = parts.feed.at(state)
+        rate = plan.schedule.rate(state.num_updates)
+        losses, update = take_step(engine, batch, rate, plan.run.model.z_loss, world)
+        step, shared = measure(plan, state, batch, losses, update, started, saver, parts.stop, world)
+        parts.monitor.step(step)
+        state, verdict = parts.watchdog.judge(state, step)
+        saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
+        if parts.watchdog.wants_back(verdict):
+            saver.finish()
+            state = parts.watchdog.roll_back(state, verdict, engine, step.step)
+            saver.gone_back(state)
+            continue
+        saver.note_health(state)
+        num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
+        if state.step == plan.last_step and num_attempted > 1 and not num_applied:
+            raise NoProgress(
+                f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); "
+                "nothing was learned since the checkpoint that this start began from: lower schedule.peak, "
+                "or check the data"
             )
-            step, shared = measure(plan, state, batch, losses, update, started, saver, stop, world)
-            monitor.step(step)
-            state, verdict = watchdog.judge(state, step)
-            saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
-            if watchdog.wants_back(verdict):
-                saver.finish()
-                state = watchdog.roll_back(state, verdict, engine, step.step)
-                saver.gone_back(state)
-                continue
-            saver.note_health(state)
-            num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
-            if state.step == plan.last_step and num_attempted > 1 and not num_applied:
-                raise NoProgress(
-                    f"{num_attempted} steps were attempted and every update was dropped (non-finite "
-                    "gradients); nothing was learned since the checkpoint that this start began from: "
-                    "lower schedule.peak, or check the data"
-                )
-            if validation and validation_due(plan, state):
-                monitor.validation(state.step, evaluate(engine, plan, validation, world))
-            stops = shared.stop or state.step == wish.stop_after
-            probe = partial(probe_again, engine, batch, step.step - 1, world)
-            if stops or state.step == plan.last_step:
-                saver.save_surely(state, probe)
-                saver.ship_rest()
-            elif shared.save or saver.is_due(state):
-                saver.save(state, probe)
-            if stops and state.step < plan.last_step:
-                monitor.event("stop", step=state.step)
-                raise Preempted(
-                    f"stopped after step {state.step:,}, saved; the same command goes on from there"
-                )
+        if parts.validation and validation_due(plan, state):
+            parts.monitor.validation(state.step, evaluate(engine, plan, parts.validation, world))
+        stops = shared.stop or state.step == parts.wish.stop_after
+        probe = partial(probe_again, engine, batch, step.step - 1, world)
+        if stops or state.step == plan.last_step:
+            saver.save_surely(state, probe)
+        elif shared.save or saver.is_due(state):
+            saver.save(state, probe)
+        if state.step == plan.last_step:
+            saver.ship_rest(SHIP_PATIENCE_SECONDS)
+        elif stops:
+            parts.monitor.event("stop", step=state.step)
+            saver.ship_rest(STOP_PATIENCE_SECONDS)
+            raise Preempted(f"stopped after step {state.step:,}, saved; the same command goes on from there")
 
 
 def validation_due(plan: Plan, state: RunState) -> bool:
@@ -250,11 +275,22 @@ def _resume(
     return state
 
 
-def _refuse_past_end(found: Found | None, plan: Plan) -> None:
-    if found is not None and found.state.step > plan.last_step:
-        raise InputError(
-            f"{found.folder} stands at step {found.state.step:,}, past the end of the schedule "
-            f"({plan.last_step:,} steps); set schedule.length back, or give the run file a new `out`"
+def _refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:
+    """What a start cannot mean by where the run stands."""
+    stands = 0 if found is None else found.state.step
+    if found is not None and stands > plan.last_step:
+        raise agreed(
+            InputError(
+                f"{found.folder} stands at step {stands:,}, past the end of the schedule ({plan.last_step:,} "
+                "steps); set schedule.length back, or give the run file a new `out`"
+            )
+        )
+    if wish.stop_after is not None and not stands < wish.stop_after <= plan.last_step:
+        raise agreed(
+            InputError(
+                f"--stop-after {wish.stop_after}: the run stands at step {stands:,} of {plan.last_step:,}; "
+                "give a step that is still to come"
+            )
         )
 
 

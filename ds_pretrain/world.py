@@ -7,6 +7,7 @@ With one rank and no process group each of them is the identity, so the same cod
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,37 @@ def from_main(world: World, value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_collective_device())
     return box[0]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What stopped a rank's work, in words that can be told."""
+
+    text: str
+
+
+def gather_work(world: World, act: Callable[[], Any], poll_seconds: float = 2.0) -> list[Any]:
+    """What `act` returns on each rank, or its Failure, in rank order. Collective.
+
+    Each rank works in a thread, for as long as it takes, and all meet every `poll_seconds`: no timeout of a
+    collective strikes, and no rank that fails leaves the others waiting.
+    """
+    done: list[Any] = []
+
+    def work() -> None:
+        try:
+            done.append(act())
+        except Exception as error:  # told to every rank
+            done.append(
+                Failure(f"rank {world.rank}: {error}" if str(error) else f"rank {world.rank}: {error!r}")
+            )
+
+    thread = Thread(target=work, name="work")
+    thread.start()
+    while True:
+        thread.join(poll_seconds)
+        if all(gather_objects(world, bool(done))):
+            return gather_objects(world, done[0])
 
 
 def barrier(world: World) -> None:

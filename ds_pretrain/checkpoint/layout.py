@@ -14,6 +14,7 @@ from ds_pretrain.record import Probe
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
+DEEPSPEED = "deepspeed.json"
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"  # a checkpoint whose step was saved again
 DOOMED = f".doomed{PARTIAL}"  # a checkpoint that is being deleted

@@ -7,6 +7,7 @@ renamed once its checksum is right.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +23,8 @@ from ds_pretrain.checkpoint.layout import (
 )
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
 from ds_pretrain.checkpoint.rng import RNG
-from ds_pretrain.errors import RunError, agreed
 from ds_pretrain.files import checksum, sync_folder, write_atomic, write_point
-from ds_pretrain.world import World, from_main, gather_objects
+from ds_pretrain.world import Failure, World, from_main, gather_objects, gather_work
 
 Verify = Literal["full", "sizes"]
 Tell = Callable[[str], None]
@@ -93,94 +93,131 @@ def complete(
     A file that stands in the place of one is set aside, not deleted.
     """
     assert places.remote is not None
-    folder = places.root / step_name(manifest.step)
-    exists = gather_objects(world, folder.exists())[places.leader(world)]
+    folder, remote = places.root / step_name(manifest.step), places.remote
+    exists = gather_objects(world, places.leads(world) and _exists(folder))[places.leader(world)]
     building = folder if exists else folder.with_name(folder.name + PARTIAL)
-    problem = None
-    if places.leads(world):
-        problem = _tried(lambda: (building / RNG).mkdir(parents=True, exist_ok=True))
-    problem = next((p for p in gather_objects(world, problem) if p is not None), None)
-    for name in wrong:
-        problem = problem or _fetched(places.remote, manifest, name, building)
-    problems = [p for p in gather_objects(world, problem) if p is not None]
-    if not problems and not exists and places.leads(world):
-        problem = _tried(lambda: _publish(building, folder, text))
-        problems += [problem] if problem else []
-    return next((p for found in gather_objects(world, problems) for p in found), None)
+    problem = _agreed_problem(world, lambda: _begun(building, manifest) if places.leads(world) else None)
+    if problem is None:
+        fetch = partial(
+            _first_problem, [partial(_fetched, [remote], manifest, name, building) for name in wrong]
+        )
+        problem = _agreed_problem(world, fetch)
+    if problem is None:
+        publishes = places.leads(world) and not exists
+        problem = _agreed_problem(world, lambda: _publish(building, folder, text) if publishes else None)
+    return problem
 
 
-def assembled(places: Places, manifest: Manifest, text: str, world: World, tell: Tell) -> Path:
+def assembled(places: Places, manifest: Manifest, text: str, world: World, tell: Tell) -> Path | Problem:
     """A folder that all hosts share, put together from what they and the remote place have. Collective.
 
-    Raises:
-        RunError: a file of it is nowhere intact, or the run directory cannot hold it.
+    Or why it cannot be.
     """
     folder = places.out / ASSEMBLED / step_name(manifest.step)
     building = folder.with_name(folder.name + PARTIAL)
-    if from_main(world, (folder / MANIFEST).is_file() and (folder / MANIFEST).read_text() == text):
+    if from_main(world, world.is_main and held_here(folder, manifest, text) == list(manifest.files)):
         return folder
     tell(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
-    problem = None
-    if world.is_main:
-        problem = _tried(lambda: (building / RNG).mkdir(parents=True, exist_ok=True))
-    problem = from_main(world, problem)
-    held = gather_objects(world, held_here(places, manifest, text) if places.leads(world) else [])
-    for place, name in enumerate(manifest.files):
-        holder = next((rank for rank, names in enumerate(held) if name in names), place % world.size)
-        if holder != world.rank or problem is not None:
-            continue
-        problem = Problem(f"{name} is on no host", lasts=True)
-        if name in held[holder]:
-            problem = _fetched(folder_as_remote(places.root), manifest, name, building)
-        if problem is not None and places.remote is not None:
-            problem = _fetched(places.remote, manifest, name, building)
-    problems = [p for p in gather_objects(world, problem) if p is not None]
-    if not problems and world.is_main:
-        problem = _tried(lambda: _publish(building, folder, text))
-        problems += [problem] if problem else []
-    for problem in from_main(world, problems):
-        raise agreed(
-            RunError(f"the checkpoint of step {manifest.step:,} cannot be put together: {problem.text}")
+    problem = _agreed_problem(world, lambda: _begun(building, manifest) if world.is_main else None)
+    if problem is None:
+        mine = _to_bring(places, manifest, text, world)
+        bring = partial(
+            _first_problem, [partial(_fetched, ways, manifest, name, building) for name, ways in mine.items()]
         )
-    return folder
+        problem = _agreed_problem(world, bring)
+    if problem is None:
+        problem = _agreed_problem(world, lambda: _publish(building, folder, text) if world.is_main else None)
+    return folder if problem is None else problem
 
 
-def held_here(places: Places, manifest: Manifest, text: str) -> list[str]:
-    """The files of a checkpoint that this host has, by their size."""
-    folder = places.root / step_name(manifest.step)
+def _to_bring(places: Places, manifest: Manifest, text: str, world: World) -> dict[str, list[Remote]]:
+    """The files that this rank brings, and where it may take each from. Collective."""
+    root = places.root / step_name(manifest.step)
+    held = gather_objects(world, set(held_here(root, manifest, text)) if places.leads(world) else set())
+    leaders = gather_objects(world, places.leader(world))
+    mine = {}
+    for place, name in enumerate(manifest.files):
+        holders = [rank for rank, leader in enumerate(leaders) if name in held[leader]]
+        ranks = holders or range(world.size)
+        if ranks[place % len(ranks)] == world.rank:
+            here = [folder_as_remote(places.root)] if holders else []
+            mine[name] = [*here, *([places.remote] if places.remote is not None else [])]
+    return mine
+
+
+def held_here(folder: Path, manifest: Manifest, text: str) -> list[str]:
+    """The files of a checkpoint that a folder has, by their size, if its manifest is this one."""
     try:
         if (folder / MANIFEST).read_text(encoding="utf-8") != text:
             return []
-        return [
-            name
-            for name, entry in manifest.files.items()
-            if wrong_file(folder / name, entry, "sizes") is None
-        ]
+        return [n for n, entry in manifest.files.items() if wrong_file(folder / n, entry, "sizes") is None]
     except (OSError, ValueError):
         return []
 
 
-def _fetched(remote: Remote, manifest: Manifest, name: str, folder: Path) -> Problem | None:
-    """Copy one file into `folder`, and check it; why that failed."""
+def _fetched(ways: Sequence[Remote], manifest: Manifest, name: str, folder: Path) -> Problem | None:
+    """Copy one file into `folder` from the first of `ways` that has it right; why none has."""
     path, entry = folder / name, manifest.files[name]
     arriving = path.with_name(f"{path.name}{PARTIAL}")
+    problem = Problem(f"{name} is on no host", lasts=True)
     try:
-        write_point(f"fetch {path.name}")
-        if remote.fetch(manifest.step, name, arriving) != entry:
-            arriving.unlink()
-            what = f"{remote.place}: {name} of step {manifest.step} is not what the manifest lists"
-            return Problem(what, lasts=True)
-        if path.exists():
-            path.rename(path.with_name(f"{path.name}{BROKEN}"))
-        write_point(f"fetched {path.name}")
-        arriving.rename(path)
+        if wrong_file(path, entry, "full") is None:
+            return None  # an earlier try got so far
+        for remote in (way for way in ways for _ in range(2)):  # what arrives wrong may arrive right
+            write_point(f"fetch {path.name}")
+            found = _arrived(remote, manifest.step, name, arriving)
+            if found == entry:
+                if path.exists():
+                    path.rename(path.with_name(f"{path.name}{BROKEN}"))
+                write_point(f"fetched {path.name}")
+                arriving.rename(path)
+                return None
+            arriving.unlink(missing_ok=True)
+            what = "is not there" if found is None else "is not what the manifest lists"
+            problem = Problem(f"{remote.place}: {name} of step {manifest.step} {what}", lasts=True)
     except OSError as error:
-        return Problem(str(error), lasts=isinstance(error, FileNotFoundError))
+        return Problem(str(error), lasts=False)
+    return problem
+
+
+def _arrived(remote: Remote, step: int, name: str, path: Path) -> FileEntry | None:
+    try:
+        return remote.fetch(step, name, path)
+    except FileNotFoundError:
+        return None
+
+
+def _first_problem(acts: Sequence[Callable[[], Problem | None]]) -> Problem | None:
+    return next((problem for act in acts if (problem := act()) is not None), None)
+
+
+def _agreed_problem(world: World, act: Callable[[], Problem | None]) -> Problem | None:
+    """Work on every rank; the first problem of any. Collective."""
+    for found in gather_work(world, act):
+        if isinstance(found, Failure):
+            return Problem(found.text, lasts=False)
+        if found is not None:
+            problem: Problem = found
+            return problem
     return None
 
 
+def _begun(building: Path, manifest: Manifest) -> None:
+    """A folder to build in, without what a save that was killed has left there."""
+    (building / RNG).mkdir(parents=True, exist_ok=True)
+    for path in [*building.iterdir(), *(building / RNG).iterdir()]:
+        name = path.relative_to(building).as_posix()
+        if (
+            path.is_file()
+            and name != MANIFEST
+            and name.endswith((PARTIAL, "_states.pt"))
+            and name not in manifest.files
+        ):
+            path.unlink()
+
+
 def _publish(building: Path, folder: Path, text: str) -> None:
-    for part in (building / "rng", building):
+    for part in (building / RNG, building):
         sync_folder(part)
     write_atomic(building / MANIFEST, text)
     write_point("publish fetched")
@@ -188,9 +225,8 @@ def _publish(building: Path, folder: Path, text: str) -> None:
     sync_folder(folder.parent)
 
 
-def _tried(act: Callable[[], None]) -> Problem | None:
+def _exists(folder: Path) -> bool:
     try:
-        act()
-    except OSError as error:
-        return Problem(str(error), lasts=False)
-    return None
+        return folder.exists()
+    except OSError:
+        return False

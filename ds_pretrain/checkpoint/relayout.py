@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ds_pretrain.errors import InputError
+from ds_pretrain.errors import InputError, agreed
 
 # What decides how an optimizer's state is cut into shards, with the value that stands where nothing is set.
 _LAYOUT: dict[tuple[str, ...], Any] = {
@@ -61,4 +61,4 @@ def _refuse_unbridgeable(saved: Mapping[str, Any], config: Mapping[str, Any], ch
                 f"({', '.join(changes)}); start with what the checkpoint was saved with"
             )
     if problems:
-        raise InputError(problems)
+        raise agreed(InputError(problems))

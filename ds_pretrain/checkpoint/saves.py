@@ -32,7 +32,7 @@ from ds_pretrain.errors import RunError
 from ds_pretrain.files import Capture, free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
-from ds_pretrain.world import World, gather_objects, gather_rows
+from ds_pretrain.world import World, from_main, gather_objects, gather_rows
 
 _PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
 
@@ -77,12 +77,13 @@ class Saves:
     def __init__(
         self, places: Places, world: World, published: Callable[[int], None], expected_bytes: int = 0
     ) -> None:
-        """`published` runs on each leader's thread after each publication: retention, shipping."""
+        """`published` runs on a thread of each leader once a checkpoint is published on all hosts."""
         self._places, self._world, self._published = places, world, published
         self._leads, self._root = places.leads(world), places.root
         self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
         self._buffers: Buffers = {}
         self._save: _InFlight | None = None
+        self._after: Job[None] | None = None  # what follows the last publication, on a leader
 
     @property
     def stage(self) -> int:
@@ -98,7 +99,9 @@ class Saves:
     ) -> Outcome | None:
         """Snapshot `state` and start to write it; how the save ended, if it could not begin. Collective."""
         assert self._save is None, "one save at a time: `finish` the one before"
+        self._wait_after()
         began = perf_counter()
+        manifest = from_main(self._world, manifest)  # one text on all hosts
         name = step_name(state.step)
         unfinished = self._root / f"{name}{PARTIAL}"
         refused = gather_objects(self._world, self._started(unfinished))
@@ -150,8 +153,7 @@ class Saves:
         everything = (item for _, _, (_, own) in told for item in own.items())
         save.manifest = replace(save.manifest, files=dict(sorted(everything)))
         if self._leads:
-            publish_all = partial(self._publish_and_tell, save.step, save.manifest, save.here)
-            save.publishing = Job(publish_all, "publish")
+            save.publishing = Job(partial(publish, self._root, save.manifest, save.here), "publish")
         return None
 
     def finish(self) -> Outcome | None:
@@ -160,6 +162,7 @@ class Saves:
         while self._save is not None and outcome is None:
             (self._save.publishing or self._save.job).wait(_PATIENCE_SECONDS)
             outcome = self.advance([int(s) for s in gather_rows(self._world, [self.stage])[:, 0]])
+        self._wait_after()
         return outcome
 
     def _started(self, unfinished: Path) -> str | None:
@@ -171,19 +174,17 @@ class Saves:
                 return str(error)
         return None
 
-    def _publish_and_tell(self, step: int, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
-        publish(self._root, manifest, here)
-        self._published(step)
-
     def _ended(self, save: _InFlight) -> Outcome:
         error = save.publishing.error if save.publishing else None
         problems = [p for p in gather_objects(self._world, self._own(error)) if p is not None]
         self._save = None
         if problems:
-            if self._leads and error is None and self._places.per_host:  # other hosts have no part of it
-                _withdraw(self._root, save.step)
+            if self._leads:
+                withdraw(self._root, save.manifest)
             return self._failed(save.step, problems, save.stall_seconds, save.began)
         total = perf_counter() - save.began
+        if self._leads:
+            self._after = Job(partial(self._published, save.step), "after a save")
         assert save.here is not None
         self._expected_bytes = sum(entry.bytes for entry in save.here.values())
         return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
@@ -193,6 +194,11 @@ class Saves:
             shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
         told = "; ".join(dict.fromkeys(problems))
         return Outcome(step, told, 0, stall_seconds, perf_counter() - began)
+
+    def _wait_after(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+            self._after = None
 
     def _own(self, problem: object) -> str | None:
         return None if problem is None else f"rank {self._world.rank}: {problem}"
@@ -236,12 +242,19 @@ def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> No
     write_point("sync the folder")
     sync_folder(root)
     write_point("latest")
-    write_atomic(root / "latest", f"{name}\n")
+    with contextlib.suppress(OSError):  # for people and other tools: no restore reads it
+        write_atomic(root / "latest", f"{name}\n")
 
 
-def _withdraw(root: Path, step: int) -> None:
+def withdraw(root: Path, manifest: Manifest) -> None:
+    """Take back a publication that another host could not make; what it replaced has its name again."""
+    final = root / step_name(manifest.step)
+    replaced = root / f"{final.name}{REPLACED}"
     with contextlib.suppress(OSError):
-        (root / step_name(step)).rename(root / f"{step_name(step)}{PARTIAL}")
+        if (final / MANIFEST).is_file() and (final / MANIFEST).read_text() == manifest.to_json():
+            final.rename(root / f"{final.name}{PARTIAL}")
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
 
 
 def _start_partial(unfinished: Path, expected_bytes: int) -> None:

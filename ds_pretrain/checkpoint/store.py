@@ -3,6 +3,7 @@
 `latest` is for people and other tools; a restore does not read it.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from ds_pretrain.checkpoint.foreign import opened
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
+    DOOMED,
     MANIFEST,
     Manifest,
     parse_manifest,
@@ -21,12 +23,14 @@ from ds_pretrain.checkpoint.layout import (
 from ds_pretrain.checkpoint.places import Places, Tell, assembled
 from ds_pretrain.checkpoint.recovery import recover
 from ds_pretrain.checkpoint.relayout import layout_changes
+from ds_pretrain.checkpoint.retention import PINNED
 from ds_pretrain.checkpoint.rng import load_streams
 from ds_pretrain.checkpoint.universal import Universal, UniversalShards, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
 from ds_pretrain.checkpoint.verdict import (
     Found,
+    agreed_look,
     broken_reason,
     found_at_step,
     found_in_folder,
@@ -49,17 +53,15 @@ def find(
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
     What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
-    named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has left,
-    is passed over.
+    named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has
+    given up, is passed over.
 
     Raises:
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = gather_objects(world, _steps_here(places, world, tell) if places.leads(world) else ([], False))
-    shipped = from_main(world, _shipped_steps(places) if world.is_main else None)
-    if isinstance(shipped, str):
-        raise agreed(RunError(shipped))
+    told = agreed_look(places.root, world, lambda: _steps_here(places, world, tell))
+    shipped = agreed_look(places.root, world, lambda: _shipped_steps(places, world))[0]
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world, tell)
         if isinstance(outcome, Found):
@@ -67,6 +69,7 @@ def find(
                 return outcome
             if world.is_main:
                 tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
+            leave(places, step - 1, world, tell)
             continue
         _set_aside(places, step, outcome, world, tell)
     if shipped or any(steps or had_broken for steps, had_broken in told):
@@ -78,6 +81,25 @@ def find(
             )
         )
     return None
+
+
+def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
+    """Give up the checkpoints after `to_step`, here and at the place, but for pinned ones: the run went back.
+
+    They lose what makes them checkpoints; the next pruning deletes them.
+    """
+    if places.leads(world):
+        for folder in published(places.root):
+            if (step_of(folder.name) or 0) > to_step and not (folder / PINNED).exists():
+                with contextlib.suppress(OSError):
+                    folder.rename(folder.with_name(f"{folder.name}{DOOMED}"))
+    if places.remote is not None and world.is_main:
+        try:
+            for step in places.remote.steps():
+                if step > to_step and places.remote.size(step, PINNED) is None:
+                    places.remote.remove(step, MANIFEST)
+        except OSError as error:
+            tell(f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on")
 
 
 def newest_intact(root: Path, step: int | None = None) -> Path:
@@ -136,7 +158,10 @@ def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World
         return found
     folder = found.folder
     if places.per_host and folder.parent == places.root:
-        folder = assembled(places, found.manifest, found.text, world, tell)
+        outcome = assembled(places, found.manifest, found.text, world, tell)
+        if not isinstance(outcome, Path):
+            raise agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
+        folder = outcome
     return replace(found, universal=prepared(folder, changes, world, tell))
 
 
@@ -150,7 +175,9 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
 
 
 def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bool]:
-    """The steps in this host's folder, and whether something was set aside there before."""
+    """The steps in this host's folder, and whether something was set aside there before; on its leader."""
+    if not places.leads(world):
+        return [], False
     for line in recover(places.root):
         if world.is_main:
             tell(line)
@@ -158,11 +185,8 @@ def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bo
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 
 
-def _shipped_steps(places: Places) -> list[int] | str:
-    try:
-        return [] if places.remote is None else places.remote.steps()
-    except OSError as error:
-        return f"{error}; nothing is known of what was shipped: start again when the place answers"
+def _shipped_steps(places: Places, world: World) -> list[int]:
+    return places.remote.steps() if places.remote is not None and world.is_main else []
 
 
 def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
+    DEEPSPEED,
     MANIFEST,
     RUN_STATE,
     Manifest,
@@ -21,11 +22,19 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.places import Places, Tell, Verify, complete, held_here, wrong_file
+from ds_pretrain.checkpoint.places import (
+    Places,
+    Problem,
+    Tell,
+    assembled,
+    complete,
+    held_here,
+    wrong_file,
+)
 from ds_pretrain.checkpoint.universal import Universal
 from ds_pretrain.errors import RunError, agreed
 from ds_pretrain.state import RunState
-from ds_pretrain.world import World, from_main, gather_objects
+from ds_pretrain.world import Failure, World, gather_objects, gather_work
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,9 @@ class Found:
 def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
-    exists = places.leads(world) and folder.exists()
-    hosts = _agreed(folder, world, lambda: _read(folder) if exists else _Here())
-    remote = _agreed(folder, world, lambda: _shipped(places, step) if world.is_main else _Here())[0]
+    leads = places.leads(world)
+    hosts = agreed_look(folder, world, lambda: _read(folder) if leads and folder.exists() else _Here())
+    remote = agreed_look(folder, world, lambda: _shipped(places, step) if world.is_main else _Here())[0]
     choices = {here.text: here.manifest for here in hosts if here.text is not None and here.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
     if remote.text is not None and remote.manifest is not None:
@@ -66,7 +75,7 @@ def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found 
 
 def found_in_folder(path: Path, world: World, tell: Tell) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
-    here: _Here = _agreed(path, world, lambda: _read(path) if world.is_main else _Here())[0]
+    here: _Here = agreed_look(path, world, lambda: _read(path) if world.is_main else _Here())[0]
     if here.text is None or here.manifest is None:
         return here.reason or "it has no manifest"
     return _judged(
@@ -74,7 +83,7 @@ def found_in_folder(path: Path, world: World, tell: Tell) -> Found | str:
     )
 
 
-def broken_reason(folder: Path, verify: Verify = "full") -> str | None:
+def broken_reason(folder: Path) -> str | None:
     """Why a folder is no whole checkpoint, as this process alone sees it.
 
     Raises:
@@ -84,7 +93,7 @@ def broken_reason(folder: Path, verify: Verify = "full") -> str | None:
     here = _read(folder)
     if here.manifest is None:
         return here.reason
-    wrong = (wrong_file(folder / name, entry, verify) for name, entry in here.manifest.files.items())
+    wrong = (wrong_file(folder / name, entry, "full") for name, entry in here.manifest.files.items())
     return next((reason for reason in wrong if reason is not None), None)
 
 
@@ -141,32 +150,51 @@ class _Copy:
 
 
 def _judged(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str:
-    """A checkpoint whose files are where they are needed, or can be put together; or why not. Collective."""
+    """A checkpoint whose files are where they are needed, or come there; or why not. Collective."""
     manifest = copy.manifest
-    if places.per_host and manifest.world_size != world.size:
-        held = gather_objects(world, held_here(places, manifest, copy.text) if places.leads(world) else [])
-        lacking = manifest.files.keys() - {name for names in held for name in names}
-        if lacking and not copy.is_shipped:
-            return f"{min(lacking)} is on none of these hosts"
-        return _open(copy, places, world)
-    share = places.share(manifest, world)
-    told: list[dict[str, str]] = _agreed(copy.folder, world, lambda: _wrong(copy, share, places))
-    wrong = told[world.rank]
-    reason = next((reason for found in told for reason in found.values()), None)
-    if reason is None:
-        return _open(copy, places, world)
-    if not copy.is_shipped:
-        return reason
+    reason = None
+    if not places.per_host or manifest.world_size == world.size:
+        share = places.share(manifest, world)
+        told: list[dict[str, str]] = agreed_look(copy.folder, world, lambda: _wrong(copy, share, places))
+        reason = next((reason for found in told for reason in found.values()), None)
+        if reason is None:
+            return _open(copy, places, world)
+        if copy.is_shipped:
+            return _completed(copy, list(told[world.rank]), reason, places, world, tell)
+    if not places.per_host:
+        return reason or ""
+    held = gather_objects(world, held_here(copy.folder, manifest, copy.text) if places.leads(world) else [])
+    lacking = manifest.files.keys() - {name for names in held for name in names}
+    if lacking and not copy.is_shipped:
+        return reason or f"{min(lacking)} is on none of these hosts"
+    outcome = assembled(places, manifest, copy.text, world, tell)
+    if isinstance(outcome, Path):
+        return _open(replace(copy, folder=outcome, is_here=True), replace(places, per_host=False), world)
+    _refuse_passing(outcome, copy.folder)
+    return f"it cannot be put together: {outcome.text}"
+
+
+def _completed(
+    copy: _Copy, wrong: Sequence[str], reason: str, places: Places, world: World, tell: Tell
+) -> Found | str:
+    """What is missing here, fetched; or why its copy cannot be used. Collective."""
     assert places.remote is not None
     tell(f"{copy.folder} is not whole ({reason}): fetching what is missing from {places.remote.place}")
-    if places.leads(world) and not copy.is_here and copy.folder.exists():
-        rename_broken(copy.folder)
-    problem = complete(places, manifest, copy.text, list(wrong), world)
-    if problem is not None and not problem.lasts:
-        raise agreed(RunError(f"{problem.text}; {copy.folder} is left as it is: start again when that works"))
+    stale = places.leads(world) and not copy.is_here
+    agreed_look(
+        copy.folder, world, lambda: rename_broken(copy.folder) if stale and copy.folder.exists() else None
+    )
+    problem = complete(places, copy.manifest, copy.text, wrong, world)
     if problem is not None:
+        _refuse_passing(problem, copy.folder)
         return f"{reason}, and its copy cannot be used: {problem.text}"
     return _open(replace(copy, is_here=True), places, world)
+
+
+def _refuse_passing(problem: Problem, folder: Path) -> None:
+    """A place that does not answer now says nothing of a checkpoint: no older one is taken for that."""
+    if not problem.lasts:
+        raise agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
 
 
 def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
@@ -182,27 +210,38 @@ def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
     return found
 
 
-def _open(copy: _Copy, places: Places, world: World) -> Found:
-    """Read what every rank has to know, on a host that has it. Collective."""
-    names = [name for name in (RUN_STATE, "deepspeed.json") if name in copy.manifest.files]
+def _open(copy: _Copy, places: Places, world: World) -> Found | str:
+    """Read what every rank has to know, where it is right; or why it is nowhere. Collective."""
+    names = [name for name in (RUN_STATE, DEEPSPEED) if name in copy.manifest.files]
     here = copy.is_here and places.leads(world)
-    texts = gather_objects(world, _small_files(copy, names) if here else {})
-    known = {name: text for found in texts for name, text in found.items()}
-    if any(name not in known for name in names):
-        remote = places.remote
-        known = from_main(
-            world, {n: remote.read(copy.manifest.step, n) for n in names} if world.is_main and remote else {}
+    texts: list[dict[str, bytes]] = agreed_look(
+        copy.folder, world, lambda: _small_files(copy, names) if here else {}
+    )
+    if copy.is_shipped and any(all(name not in found for found in texts) for name in names):
+        texts += agreed_look(
+            copy.folder, world, lambda: _small_there(copy, names, places) if world.is_main else {}
         )
+    known = {name: text for found in texts for name, text in found.items()}
     for name in names:
-        data = known.get(name) or b""
-        if hashlib.sha256(data).hexdigest() != copy.manifest.files[name].sha256:
-            raise agreed(RunError(f"{copy.folder}: {name} changed while it was read; start again"))
+        if name not in known:
+            return f"{name} is not what the manifest lists"
     state = RunState.from_json(known[RUN_STATE].decode())
-    return Found(copy.folder, copy.manifest, state, copy.text, json.loads(known.get("deepspeed.json", b"{}")))
+    return Found(copy.folder, copy.manifest, state, copy.text, json.loads(known.get(DEEPSPEED, b"{}")))
 
 
 def _small_files(copy: _Copy, names: Sequence[str]) -> dict[str, bytes]:
-    return {name: (copy.folder / name).read_bytes() for name in names if (copy.folder / name).is_file()}
+    found = {name: (copy.folder / name).read_bytes() for name in names if (copy.folder / name).is_file()}
+    return {name: text for name, text in found.items() if _is_listed(copy, name, text)}
+
+
+def _small_there(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, bytes]:
+    assert places.remote is not None
+    found = {name: places.remote.read(copy.manifest.step, name) for name in names}
+    return {n: text for n, text in found.items() if text is not None and _is_listed(copy, n, text)}
+
+
+def _is_listed(copy: _Copy, name: str, text: bytes) -> bool:
+    return hashlib.sha256(text).hexdigest() == copy.manifest.files[name].sha256
 
 
 def _shipped(places: Places, step: int) -> _Here:
@@ -212,19 +251,15 @@ def _shipped(places: Places, step: int) -> _Here:
     return _Here() if data is None else _parsed(data.decode(errors="replace"), step)
 
 
-def _agreed(folder: Path, world: World, look: Callable[[], Any]) -> list[Any]:
+def agreed_look(folder: Path, world: World, look: Callable[[], Any]) -> list[Any]:
     """What each rank sees. Collective. Raises where a rank cannot tell."""
-    seen = unclear = None
-    try:
-        seen = look()
-    except (OSError, UnknownVersion) as error:
-        unclear = f"rank {world.rank}: {error}"
-    told = gather_objects(world, (seen, unclear))
-    if doubts := [doubt for _, doubt in told if doubt is not None]:
-        raise agreed(
-            RunError(
-                f"{folder} cannot be checked ({doubts[0]}); it is left as it is: mend the disk, or use "
-                "the program that wrote it, and start again"
+    seen = gather_work(world, look)
+    for doubt in seen:
+        if isinstance(doubt, Failure):
+            raise agreed(
+                RunError(
+                    f"{folder} cannot be checked ({doubt.text}); it is left as it is: mend the disk, or use "
+                    "the program that wrote it, and start again"
+                )
             )
-        )
-    return [seen for seen, _ in told]
+    return seen

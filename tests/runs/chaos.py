@@ -113,7 +113,7 @@ class Left:
 def look(out: Path) -> Left:
     """Read a run directory that nobody writes to, as any other program would."""
     root = out / "checkpoints"
-    folders = {step_of(folder.name) or 0: broken_reason(folder, World()) for folder in published(root)}
+    folders = {step_of(folder.name) or 0: broken_reason(folder) for folder in published(root)}
     torn = [f"step {step}: {reason}" for step, reason in folders.items() if reason is not None]
     if (root / "latest").exists():
         named = step_of((root / "latest").read_text().strip())

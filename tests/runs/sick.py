@@ -65,7 +65,7 @@ def run_sick(
     kill_at: str | None = None,
     met: bool = False,
 ) -> Any:
-    """Train; the exit code, what was said, and what `run_rank` returns. A passing fault already `met` is over.
+    """Train; the exit code, what was said, and what `run_rank` returns. What passes, once `met`, is over.
 
     With `kill_at`, this process is SIGKILLed at that write point of a rollback, or as it begins to load.
     """

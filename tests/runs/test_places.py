@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import shipping
+from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import ship as ship_module
 from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.retention import is_shipped
 from ds_pretrain.cli import main
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import Plan
 from ds_pretrain.world import World
@@ -67,7 +67,7 @@ def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
         assert _steps(folder.parent) == [4, 6]  # and of the older ones only what was shipped is gone
     copies = out / "checkpoints" / "step_000000006"
     assert {p.relative_to(copies).as_posix() for p in copies.rglob("*") if p.is_file()} >= set(manifest.files)
-    assert _steps(out / "checkpoints") == [4, 6]
+    assert _steps(out / "checkpoints")[-2:] == [4, 6]  # older ones go once every host has seen them whole
     events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "shipped"]
     assert {event["checkpoint"] for event in events} >= {"step_000000004", "step_000000006"}
 
@@ -258,24 +258,12 @@ def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) 
     return ended
 
 
-def test_two_runs_do_not_ship_to_one_place(tmp_path: Path) -> None:
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
-    one, other = (make_run(tmp_path / name, name=name, steps=4) for name in ("one", "other"))
-    assert [e.code for e in run_ranks(start, 1, str(one), overrides)] == [EXIT_FINISHED]
-    for folder in (tmp_path / "vault").glob("step_*"):
-        shutil.rmtree(folder)
-    [ended] = run_ranks(start, 1, str(other), overrides)
-    assert ended.code == EXIT_BAD_INPUT
-    assert f"checkpoint.ship_to = {tmp_path}/vault holds the checkpoints of another run" in ended.stderr
-    assert json.loads((tmp_path / "vault" / "run.json").read_text())["name"] == "one"
-
-
 def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_start(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=4, save_every="2 steps")
     overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
     [ended] = run_ranks(_with_no_patience, 1, str(run_file), overrides)
     assert ended.code == EXIT_FINISHED
-    assert "the checkpoints of steps 1, 2, 4 are not shipped to" in ended.stderr
+    assert f"not shipped to {tmp_path}/vault yet: steps 1, 2, 4; they are in" in ended.stderr
     [ended] = run_ranks(start, 1, str(run_file), (*overrides, "schedule.length=4 steps"))
     assert "all 4 steps are done" in ended.stdout
     assert _steps(tmp_path / "vault") == [1, 2, 4]
@@ -283,7 +271,7 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
 
 def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
     patch = pytest.MonkeyPatch()
-    patch.setattr(shipping, "PATIENCE_SECONDS", 0.0)
+    patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
     patch.setattr(ship_module.Shipper, "start", lambda self: None)
     patch.setattr(ship_module.Shipper, "wake", lambda self: None)
     ended = start(world, run_file, overrides)
@@ -338,3 +326,117 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     spoken = [text.encode() for ended in (*first, *second) for text in (ended.stdout, ended.stderr)]
     assert not any(SECRET.encode() in text for text in (*written, *spoken))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_was_never_shipped_is_put_together_from_the_hosts_that_have_it(
+    tmp_path: Path, stage: int
+) -> None:
+    """Under ZeRO-2 one rank alone writes the weights, and the ranks of every host load them."""
+    run_file, overrides = _local(tmp_path / "run", deepspeed=deepspeed_json(stage))
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    run_ranks(_shipping_nothing, 2, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
+    assert not list((out / "checkpoints").glob("step_*"))
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "4 of 6 steps done" in ranks[0].stdout
+    assert ("putting the checkpoint of step 4 together" in ranks[0].stderr) == (stage == 2)
+    assert not list(hosts.rglob("*.broken"))
+
+
+def _shipping_nothing(
+    world: World, run_file: str, hosts: str, overrides: tuple[str, ...], stop: Stop | None
+) -> Ended:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ship_module.Shipper, "start", lambda self: None)
+    patch.setattr(ship_module.Shipper, "wake", lambda self: None)
+    patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
+    patch.setattr(train_module, "STOP_PATIENCE_SECONDS", 0.0)
+    ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
+    patch.undo()
+    return ended
+
+
+def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_can_never_be_shipped(
+    tmp_path: Path,
+) -> None:
+    run_file, overrides = _local(tmp_path / "run")
+    hosts = tmp_path / "hosts"
+    run_ranks(_shipping_nothing, 2, str(run_file), str(hosts), overrides, None)
+    [ended] = run_ranks(_on_its_own_host, 1, str(run_file), str(hosts), overrides)  # one host with half of it
+    assert ended.code == EXIT_BAD_INPUT
+    assert "is on none of these hosts" in ended.stderr
+    for rank in (0, 1):
+        shutil.rmtree(hosts / f"host_{rank}")
+    run_ranks(_shipping_nothing, 2, str(run_file), str(hosts), (*overrides, f"out={tmp_path}/again"), None)
+    shutil.rmtree(hosts / "host_1" / "run" / "step_000000004")  # an older one lost its half
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), (*overrides, f"out={tmp_path}/again"))
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+    assert "all 6 steps are done" in ranks[0].stdout
+    assert "the checkpoint of step 4 can never be shipped whole" in ranks[0].stderr
+    assert (hosts / "host_0" / "run" / "step_000000004.broken").exists()
+    assert 6 in _steps(tmp_path / "again" / "checkpoints")
+
+
+def _with_a_failing_host(
+    world: World, run_file: str, hosts: str, overrides: tuple[str, ...], at: str
+) -> Ended:
+    from ds_pretrain.checkpoint import saves
+
+    patch = pytest.MonkeyPatch()
+    failed: list[str] = []
+
+    def point(name: str) -> None:
+        if world.rank == 1 and name == at and len(failed) < 1:
+            failed.append(name)
+            raise OSError(28, "No space left on device")
+
+    patch.setattr(saves, "write_point", point)
+    ended = _on_its_own_host(world, run_file, hosts, overrides)
+    patch.undo()
+    return ended
+
+
+@pytest.mark.parametrize("at", ["manifest", "sync the folder"])
+def test_a_publication_that_one_host_cannot_make_is_made_by_none(tmp_path: Path, at: str) -> None:
+    run_file, overrides = _local(tmp_path / "run")
+    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
+    stopping = (*overrides, "checkpoint.failures=1")
+    ranks = run_ranks(_with_a_failing_host, 2, str(run_file), str(hosts), stopping, at)
+    assert {ended.code for ended in ranks} == {EXIT_CANNOT_SAVE}
+    assert "rank 1: [Errno 28] No space left on device" in ranks[0].stderr
+    assert not list(hosts.rglob("manifest.json"))
+    assert json.loads((out / "run.json").read_text())["saved_step"] is None
+    ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
+
+
+def test_a_place_of_another_run_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    one, other = (make_run(tmp_path / name, name=name, steps=4) for name in ("one", "other"))
+    assert [e.code for e in run_ranks(start, 1, str(one), overrides)] == [EXIT_FINISHED]
+    [ended] = run_ranks(start, 1, str(other), overrides)
+    assert ended.code == EXIT_BAD_INPUT
+    assert f"checkpoint.ship_to = {tmp_path}/vault holds the checkpoints of another run" in ended.stderr
+    assert not list((tmp_path / "other" / "out").rglob("step_*"))
+    [ended] = run_ranks(start, 1, str(other))  # with the key corrected
+    assert ended.code == EXIT_FINISHED
+
+
+def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path / "run", steps=4)
+    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.ship_to={tmp_path}/run/out/checkpoints",))
+    assert ended.code == EXIT_BAD_INPUT
+    assert "checkpoints are saved there already; name another place" in ended.stderr
+
+
+@pytest.mark.parametrize("step", [0, 2, 99])
+def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int) -> None:
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
+    [ended] = run_ranks(start, 1, str(run_file), ("--stop-after", str(step)))
+    assert ended.code == EXIT_BAD_INPUT
+    assert (
+        f"--stop-after {step}: the run stands at step 3 of 6; give a step that is still to come"
+        in ended.stderr
+    )
