@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from ds_pretrain.state import RunState, Skip, SkipLedger
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.watchdog_memory import Memory
 
 
 def skip(start: int, stop: int, phase: str = "main") -> Skip:
@@ -33,7 +34,24 @@ def test_a_state_of_another_version_is_refused() -> None:
 
 def test_a_finished_step_moves_the_step_and_the_count_of_healthy_ones() -> None:
     state = RunState(step=4, ledger=SkipLedger((skip(1, 2),)))
-    assert state.after_step() == RunState(step=5, ledger=state.ledger)
+    after = state.after_step()
+    assert after == RunState(step=5, ledger=state.ledger, num_healthy=1)
+    assert after.num_updates == 5
+    dropped = after.after_step(applied=False, healthy=False)
+    assert dropped == RunState(step=6, ledger=state.ledger, num_dropped=1, num_healthy=0)
+    assert dropped.num_updates == 5
+
+
+def test_rollbacks_and_what_the_watchdog_remembers_come_back_from_json() -> None:
+    memory = Memory(step=7, phase="main", lowest_level=0.1 + 0.2)
+    state = RunState(8, SkipLedger(), 1, 3, memory, (Rollback(4, 7, 6, "spike", "replay", 2),))
+    assert RunState.from_json(state.to_json()) == state
+
+
+def test_a_state_of_before_there_was_a_watchdog_is_read() -> None:
+    data = json.loads(RunState(step=3).to_json())
+    old = {key: data[key] for key in ("version", "step", "skips")}
+    assert RunState.from_json(json.dumps(old)) == RunState(step=3)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(5, 5), (6, 5), (-1, 5)])
