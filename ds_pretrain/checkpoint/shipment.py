@@ -217,7 +217,7 @@ def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps
 
     old = doomed(there, keep=keep, keep_every_steps=keep_every_steps, protected=())
     calm = next((step for step in there if marked(step, CALM)), None) if old else None
-    unseen = {arrival(host) for host in range(num_hosts)}  # a host that has not seen yet that it is whole
+    unseen = {arrival(host) for host in range(1, num_hosts)}  # who has not seen yet that it is whole
     # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
     long_since = doomed(there, keep=2 * keep, keep_every_steps=keep_every_steps, protected=())
     for step in old:
