@@ -71,6 +71,28 @@ def test_hosts_that_start_again_in_another_order_finish(place: str, tmp_path: Pa
     assert sent == [NAMES[0], NAMES[1], NAMES[2]]  # each once
 
 
+def test_a_host_adds_to_the_word_of_the_one_that_had_its_number(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = hosts(tmp_path, *NAMES)
+    remote, entry = open_remote(place), Remote.entry
+    ship(a, remote, 0, 3)
+    ship(b, remote, 1, 3)
+    read: list[str] = []
+
+    def watched(self: Remote, step: int, name: str) -> FileEntry | None:
+        read.append(name)
+        return entry(self, step, name)
+
+    monkeypatch.setattr(Remote, "entry", watched)
+    assert ship(b, remote, 0, 3) is Progress.WAITING
+    assert ship(b, remote, 0, 3) is Progress.WAITING
+    assert read == []  # it was read back when it arrived
+    ship(c, remote, 1, 3)
+    assert ship(b, remote, 0, 3) is Progress.SHIPPED  # without another look of the host that has the first
+    assert problem(remote, 10) is None
+
+
 @pytest.mark.parametrize("num_hosts", [1, 3, 5])
 def test_a_host_that_holds_nothing_of_a_checkpoint_does_not_hold_it_back(
     num_hosts: int, place: str, tmp_path: Path
@@ -212,8 +234,18 @@ def test_a_broken_checkpoint_is_not_tried_again_even_where_the_mark_cannot_be_wr
 
     broken_file(publish(tmp_path / "here", 10))
     monkeypatch.setattr("ds_pretrain.checkpoint.rounds.give_up", refuse)
+    tried: list[Path] = []
+
+    def watched(
+        folder: Path, remote: Remote, host: int, num_hosts: int, whole: Callable[[], None]
+    ) -> Progress:
+        tried.append(folder)
+        return ship(folder, remote, host, num_hosts, whole)
+
+    monkeypatch.setattr("ds_pretrain.checkpoint.rounds.ship", watched)
     rounds = Rounds(order(tmp_path / "here", place))
     assert [rounds.round(), rounds.round()] == [1.0, 1.0]
+    assert len(tried) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
