@@ -218,9 +218,9 @@ def measure_rank(run_file: Path, rounds: int) -> Times:
         ours = (rank.times.restores[state], rank.times.restores_cpu[state], rank.restore)
         plain = partial(rank.load_plainly, folder)
         theirs = (rank.times.loads[state], rank.times.loads_cpu[state], plain)
-        for wall, cpu, side in (ours, theirs) if number % 2 else (theirs, ours):
+        for wall, cpu, act in (ours, theirs) if number % 2 else (theirs, ours):
             rank.forget(folder, state)
-            wall.append(rank.timed(side))
+            wall.append(rank.timed(act))
             cpu.append(rank.cpu_seconds)
     own = sum(path.stat().st_size for path in files_of(folder, rank.world))
     read = bytes_read(rank.restore)

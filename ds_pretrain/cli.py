@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.checkpoint_commands import add_arguments as add_checkpoint_arguments
-from ds_pretrain.errors import InputError, RunError
+from ds_pretrain.errors import EXIT_FAILED, InputError, RunError
 from ds_pretrain.launch.command import compose
 from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"ds-pretrain: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # of a disk or a store; what a program of ours says of it is a RunError
+        print(f"ds-pretrain: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("ds-pretrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

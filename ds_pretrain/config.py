@@ -22,7 +22,7 @@ from pydantic import (
 
 from ds_pretrain.complaints import explain
 from ds_pretrain.errors import InputError
-from ds_pretrain.paths import path_text, place_text, source_prefix
+from ds_pretrain.paths import folder_text, path_text, place_text, source_prefix
 from ds_pretrain.reading import shown
 from ds_pretrain.schedules import Shape
 from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
@@ -77,6 +77,7 @@ Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSeri
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
 Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
 FilePath = Annotated[str, AfterValidator(path_text)]
+HostFolder = Annotated[str, AfterValidator(folder_text)]
 Place = Annotated[str, AfterValidator(place_text)]  # a folder, or a URL
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -163,7 +164,7 @@ class CheckpointSection(Section):
     keep: Count = 3
     keep_every: Length | None = None  # these stay for good
     failures: Count = 3  # saves that may fail in a row before the run stops
-    local: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
+    local: HostFolder | None = None  # a folder of each host's own; shards then leave it by shipping only
     ship_to: Place | None = None  # with `local`, out/checkpoints if nothing is said
     verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
     mtbf: Interval | None = None  # mean time between failures, for the advice on `every`

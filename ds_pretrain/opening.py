@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.remote import Remote, open_remote, remote_at
 from ds_pretrain.checkpoint.rng import seed_streams
@@ -121,15 +122,23 @@ def open_places(plan: Plan, world: World) -> Places:
 
 def _refuse_other_label(plan: Plan, remote: Remote) -> None:
     """Before anything is fetched: the checkpoints at the place have to be this run's."""
+    record = read_record(plan.out)
     try:
-        found = json.loads(remote.label() or b"{}")
+        found = json.loads(remote.label() or b"{}") or _owner_there(remote)
     except (OSError, ValueError):
         return  # whoever reads a checkpoint there says what is wrong; `label_place` compares once more
     if not found:
         return
-    record = read_record(plan.out)
     if found.get("name", plan.run.name) != plan.run.name or (record and found.get("run") != record.wandb_id):
         raise InputError(_other_run(plan.ship_to or "", json.dumps(found), plan.run.name))
+
+
+def _owner_there(remote: Remote) -> dict[str, Any]:
+    """Whose the newest checkpoint is at a place without a label."""
+    for step in remote.steps():
+        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
+        return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}
+    return {}
 
 
 def _other_run(place: str, found: str, name: str) -> str:

@@ -21,6 +21,15 @@ def path_text(value: str) -> str:
     return value
 
 
+def folder_text(value: str) -> str:
+    """A folder of this host. Raises ValueError if it is a URL, or no path."""
+    if "://" in value:
+        raise ValueError(
+            f"{shown(value)} is a URL; write a folder of the host itself, like /nvme/checkpoints"
+        )
+    return path_text(value)
+
+
 def source_prefix(value: str) -> str:
     """The common prefix of a `.bin`/`.idx` pair. Raises ValueError if it is no path, or ends in no name."""
     if Path(path_text(value)).name in ("", ".."):
@@ -36,7 +45,13 @@ def place_text(value: str) -> str:
     The run file is kept in every checkpoint: what must stay secret may not stand in it.
     """
     if "://" not in value:
+        if re.match(r"[a-z][a-z0-9+.-]+:/", value):
+            raise ValueError(
+                f"{shown(value)} has one slash after the colon; write a URL like s3://bucket/folder"
+            )
         return path_text(value)
+    if value.startswith("file://"):
+        raise ValueError(f"{shown(value)} is a folder; write it as one, like {value.removeprefix('file://')}")
     scheme = value.partition("://")[0]
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ValueError(f"{shown(scheme)} is no kind of URL; write one like s3://bucket/folder")

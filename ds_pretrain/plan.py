@@ -7,6 +7,7 @@ it: the timeline and the schedule. Building one reads three files and nothing el
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -303,15 +304,17 @@ def _contradictions(run: Run) -> Iterator[str]:
                 )
         if not phase.mixture:
             yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
-    ship_to = run.checkpoint.ship_to
-    if (
-        ship_to is not None
-        and run.checkpoint.local is None
-        and Path(ship_to) == Path(run.out) / "checkpoints"
-    ):
+    ship_to, local = run.checkpoint.ship_to, run.checkpoint.local
+    taken = {
+        abspath(run.out): "the run directory",
+        abspath(f"{run.out}/checkpoints"): "where checkpoints are saved",
+    }
+    if local is not None:
+        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local"}
+    if ship_to is not None and "://" not in ship_to and abspath(ship_to) in taken:
         yield (
-            f'checkpoint.ship_to = "{ship_to}": checkpoints are saved there already; name another place, or '
-            "give checkpoint.local, a folder of each host's own"
+            f'checkpoint.ship_to = "{ship_to}" is {taken[abspath(ship_to)]}; name another place'
+            + ("" if local is not None else ", or give checkpoint.local, a folder of each host's own")
         )
     for path in run.accept_changes:
         if not _covers(CHANGEABLE, path):

@@ -6,13 +6,16 @@ No torch here: `ds-pretrain check` runs this in seconds on a login node, and eac
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.config import SourceSection
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.sources import check_source, describe_source
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
+from ds_pretrain.files import folder_problem
 from ds_pretrain.interval import advice, advice_lines, spoken, stall_warning
 from ds_pretrain.models.check import check_model
 from ds_pretrain.models.flops import count_parameters
@@ -49,12 +52,36 @@ def open_inputs(plan: Plan) -> Inputs:
     return Inputs(sources, held_out)
 
 
+def _place_problems(plan: Plan) -> list[str]:
+    """Folders of this host that checkpoints cannot come from or go to, as far as looking tells."""
+    problems, section = [], plan.run.checkpoint
+    if plan.run.resume_from is not None:
+        problems += _origin_problems(Path(plan.run.resume_from), plan.run_path)
+    for key, place in (("local", section.local), ("ship_to", section.ship_to)):
+        if place is not None and "://" not in place:
+            problem = folder_problem(Path(place), f"{plan.run_path}: checkpoint.{key}")
+            problems += [problem] if problem is not None else []
+    return problems
+
+
+def _origin_problems(origin: Path, run_path: str) -> list[str]:
+    if not origin.is_dir():
+        return [f"{run_path}: resume_from = {origin} is no folder; name a checkpoint's"]
+    there = [*published(origin), *published(origin / "checkpoints")]
+    if there and step_of(origin.name) is None:
+        return [
+            f"{run_path}: resume_from = {origin} holds checkpoints and is none; name one, like {there[0]}"
+        ]
+    return []
+
+
 def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_source: str) -> list[str]:
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     phase = plan.run.phases[0]
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += _context_problems(plan)
+    problems += _place_problems(plan)
     problems += _mixture_problems(plan)
     for source in _each(inputs):
         problems += check_source(source, phase.seq_len, vocab_size) if vocab_size else []

@@ -97,8 +97,9 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; "
             "give it an `out` of its own"
         ]
+    where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
     return [
-        f"{plan.run_path}: `{path}` is {with_unit(path, new)}, but the run in {plan.out} was started with "
+        f"{plan.run_path}: `{path}` is {with_unit(path, new)}, but {where} was started with "
         f"{with_unit(path, old)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
@@ -181,6 +182,13 @@ def claim(
         raise InputError(problems)
     identity = json.loads(json.dumps(plan.identity(data)))
     before = read_record(plan.out)
+    if before is not None and known is not None and known.wandb_id not in (None, before.wandb_id):
+        raise InputError(
+            f"{known.folder} is a checkpoint of another run ({known.identity.get('name')!r}, "
+            f"{known.wandb_id}), and {plan.out} holds {before.name!r} ({before.wandb_id}); move it out of "
+            "there, or give it as "
+            "resume_from to a run of its own"
+        )
     if before is None and known is not None:
         wandb_id = known.wandb_id or uuid.uuid4().hex[:12]
         before = RunRecord(

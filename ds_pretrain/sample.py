@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint.layout import published
 from ds_pretrain.checkpoint.universal import whole_weights
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
@@ -34,7 +35,7 @@ def sample(
     tokenizer = run_tokenizer(plan)
     start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
     _refuse_length(plan, 1 + len(start), max_tokens)
-    folder = store.newest_intact(plan.out / "checkpoints", step)
+    folder = store.newest_intact(_root(plan), step)
     model = trained_model(plan, folder)
     device = "cuda" if uses_gpu() else "cpu"
     model.to(device)
@@ -96,6 +97,12 @@ def run_tokenizer(plan: Plan) -> Tokenizer:
         f"{plan.run_path}: no source says which tokenizer made it, so ids cannot be turned into text; "
         "sources written by `ds-pretrain prepare` do"
     )
+
+
+def _root(plan: Plan) -> Path:
+    """Where whole checkpoints lie: in the run directory, or else in this host's own folder."""
+    shared = plan.out / "checkpoints"
+    return shared if published(shared) else plan.checkpoints
 
 
 def _refuse_words(prompt: str, count: int, max_tokens: int, temperature: float, seed: int) -> None:

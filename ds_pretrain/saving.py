@@ -55,7 +55,8 @@ class Saver:
         self._monitor, self._tell, self._places = monitor, tell, places
         self._clock = WallClock(plan.run.checkpoint.every)
         self._num_failed = 0  # in a row
-        self._extra_stall_seconds = 0.0  # of the save under way: what it waited for, beside its own copies
+        # Of the save under way, beside its own copies: for the save before it, and for its own end.
+        self._waited_seconds = self._finished_seconds = 0.0
         self._saved_step: int | None = None  # of the newest checkpoint of this start
         self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
         self._saves = Saves(places, world, self._published, expected_bytes)
@@ -98,7 +99,7 @@ class Saver:
             "model.json": self._plan.model_text,
         }
         manifest = self._manifest(state)
-        self._extra_stall_seconds = waited
+        self._waited_seconds, self._finished_seconds = waited, 0.0
         self._note(self._saves.begin(state, manifest, texts, self._engine))
         if not self._behind:
             self._finish_probed(state.step, probe)
@@ -162,13 +163,15 @@ class Saver:
             if isfinite(found.loss):
                 self._saves.probed(step, found)
         outcome = self._saves.finish()
-        self._extra_stall_seconds += perf_counter() - began
+        self._finished_seconds = perf_counter() - began
         self._note(outcome)
 
     def _note(self, outcome: Outcome | None) -> None:
         if outcome is None:
             return
-        outcome = replace(outcome, stall_seconds=outcome.stall_seconds + self._extra_stall_seconds)
+        stall_seconds = outcome.stall_seconds + self._waited_seconds + self._finished_seconds
+        total_seconds = max(stall_seconds, outcome.total_seconds + self._waited_seconds)
+        outcome = replace(outcome, stall_seconds=stall_seconds, total_seconds=total_seconds)
         if outcome.problem is None:
             self._num_failed, self._saved_step = 0, outcome.step
             self._not_yet_calm.add(self._places.root / step_name(outcome.step))

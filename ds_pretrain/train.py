@@ -4,6 +4,7 @@ deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value 
 """
 
 import argparse
+import os
 import platform
 import sys
 import traceback
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust-pickle", action="store_true")
     words = parser.parse_intermixed_args(argv)
     wish = Wish(words.stop_after, words.trust_pickle)
+    os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
     try:
         plan = load_plan(words.run_file, words.overrides)

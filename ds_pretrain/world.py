@@ -97,6 +97,7 @@ class Failure:
     """What stopped a rank's work, in words that can be told."""
 
     text: str
+    is_input: bool = False  # a person has to change something: trying again cannot help
 
 
 def gather_work(world: World, act: Callable[[], Any], poll_seconds: float = 2.0) -> list[Any]:
@@ -111,9 +112,8 @@ def gather_work(world: World, act: Callable[[], Any], poll_seconds: float = 2.0)
         try:
             done.append(act())
         except Exception as error:  # told to every rank
-            done.append(
-                Failure(f"rank {world.rank}: {error}" if str(error) else f"rank {world.rank}: {error!r}")
-            )
+            words = str(error) or repr(error)
+            done.append(Failure(f"rank {world.rank}: {words}", isinstance(error, ValueError)))
 
     thread = Thread(target=work, name="work")
     thread.start()

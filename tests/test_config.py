@@ -305,6 +305,8 @@ def test_the_minimal_run_file_is_toml() -> None:
         ("s3://", "names no place"),
         ("S3 x://vault", "is no kind of URL"),
         ("", "is empty"),
+        ("s3:/vault/run", "has one slash after the colon"),
+        ("file:///vault/run", "is a folder; write it as one, like /vault/run"),
     ],
 )
 def test_a_place_to_ship_to_never_holds_or_shows_a_credential(place: str, words: str) -> None:
@@ -316,5 +318,5 @@ def test_a_place_to_ship_to_never_holds_or_shows_a_credential(place: str, words:
 
 
 def test_places_to_ship_to_are_folders_and_urls() -> None:
-    for place in ("/vault/run", "vault", "s3://vault/run", "gs://vault", "file:///vault/run"):
+    for place in ("/vault/run", "vault", "s3://vault/run", "gs://vault"):
         assert parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"']).checkpoint.ship_to == place

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,6 +73,8 @@ def parse_manifest(text: str) -> Manifest:
     refuse_outside(manifest.files, "its manifest")
     if RUN_STATE not in manifest.files:
         raise ValueError(f"its manifest does not list {RUN_STATE}")
+    if datetime.fromisoformat(manifest.created).tzinfo is None:
+        raise ValueError(f"its manifest was created at {manifest.created!r}, without a time zone")
     return manifest
 
 
@@ -90,8 +93,13 @@ def unseal(text: str, version: int, what: str) -> dict[str, Any]:
     Raises:
         UnknownVersion, ValueError: it is none, of another version, or not as it was written.
     """
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.get("version") != version:
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply") from None
+    if not isinstance(data, dict) or "version" not in data:
+        raise ValueError(f"{what} has no version")
+    if data["version"] != version:
         raise UnknownVersion(f"{what} has a version that this program does not know")
     if data.pop("sha256", None) != _digest(data):
         raise ValueError(f"{what} does not match its own checksum")

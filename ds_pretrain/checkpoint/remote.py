@@ -24,6 +24,7 @@ _CHUNK_BYTES = 1 << 24
 _UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory
 # Stores without folders: to ask them for one could create a bucket.
 _WITHOUT_FOLDERS = frozenset(["s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "memory"])
+_ABSENT = (FileNotFoundError, NotADirectoryError)  # a file may have a checkpoint's name
 _LABEL = "run.json"
 _LONGEST_REASON = 500  # characters
 
@@ -63,7 +64,7 @@ class Remote:
             self._fs.invalidate_cache()
             try:
                 return int(self._fs.info(self._path(step, name))["size"])
-            except FileNotFoundError:
+            except _ABSENT:
                 return None
 
     def read(self, step: int, name: str) -> bytes | None:
@@ -71,7 +72,7 @@ class Remote:
         with self._said(f"read {name} of step {step}"):
             try:
                 return bytes(self._fs.cat_file(self._path(step, name)))
-            except FileNotFoundError:
+            except _ABSENT:
                 return None
 
     def write(self, step: int, name: str, content: bytes) -> None:
@@ -279,7 +280,7 @@ def _protocols(fs: Any) -> set[str]:
 
 
 def _kind(error: Exception) -> type[OSError]:
-    kinds = (FileNotFoundError, PermissionError, TimeoutError, ConnectionError)
+    kinds = (FileNotFoundError, NotADirectoryError, PermissionError, TimeoutError, ConnectionError)
     return next((kind for kind in kinds if isinstance(error, kind)), OSError)
 
 

@@ -86,7 +86,7 @@ def _ship(
 ) -> Progress:
     manifest = _listed(folder, text)
     there = remote.read(manifest.step, MANIFEST)
-    if there is not None and there != text and _created(there) > manifest.created:
+    if there is not None and there != text and _made(there) > (manifest.attempt, manifest.created):
         return _mark(folder, remote, host, manifest, text, Progress.SUPERSEDED)
     if there != text:
         _deliver(folder, remote, host, manifest, text)
@@ -270,9 +270,13 @@ def manifest_text(folder: Path) -> bytes | None:
         return None
 
 
-def _created(text: bytes) -> str:
-    """When a manifest was made; that of none is older than any."""
+def _made(text: bytes) -> tuple[int, str]:
+    """At which start of the run a manifest was made, and when in that; that of none is older than any.
+
+    A clock may go back between two starts; their number does not.
+    """
     try:
-        return parse_manifest(text.decode()).created
+        manifest = parse_manifest(text.decode())
+        return manifest.attempt, manifest.created
     except ValueError:
-        return ""
+        return (0, "")

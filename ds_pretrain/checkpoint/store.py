@@ -169,7 +169,15 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
     """Load shards and this rank's random streams. Collective."""
     if found.universal is not None:
         return load_universal(found.universal, shards, seed, world, tell)
-    shards.load(found.folder.parent, found.folder.name)
+    try:
+        shards.load(found.folder.parent, found.folder.name)
+    except RunError:
+        raise
+    except Exception as error:  # of DeepSpeed, on files whose sizes are right
+        raise RunError(
+            f"{found.folder} cannot be loaded ({type(error).__name__}: {error}); "
+            'checkpoint.verify = "full" finds a damaged file'
+        ) from error
     load_streams(found.folder, world.rank)
     return found.state
 

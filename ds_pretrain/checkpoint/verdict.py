@@ -32,7 +32,7 @@ from ds_pretrain.checkpoint.places import (
     wrong_file,
 )
 from ds_pretrain.checkpoint.universal import Universal
-from ds_pretrain.errors import RunError, agreed
+from ds_pretrain.errors import InputError, RunError, agreed
 from ds_pretrain.state import RunState
 from ds_pretrain.world import Failure, World, gather_objects, gather_work
 
@@ -256,8 +256,9 @@ def agreed_look(folder: Path, world: World, look: Callable[[], Any]) -> list[Any
     seen = gather_work(world, look)
     for doubt in seen:
         if isinstance(doubt, Failure):
+            kind = InputError if doubt.is_input else RunError
             raise agreed(
-                RunError(
+                kind(
                     f"{folder} cannot be checked ({doubt.text}); it is left as it is: mend the disk, or use "
                     "the program that wrote it, and start again"
                 )

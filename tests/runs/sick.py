@@ -19,6 +19,7 @@ from ds_pretrain.world import World
 from tests.runs.golden import run_rank
 from tests.scenario import LLAMA, make_run
 
+CURE_POINTS = ("cure", "cured")  # the write points of a rollback
 UNSEEN = 5  # a token that no text holds
 OPTIONS: dict[str, Any] = {
     "steps": 40,

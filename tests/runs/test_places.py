@@ -19,7 +19,7 @@ from ds_pretrain.world import World
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Ended, Stop, start
+from tests.runs.starts import Ended, Stop, contents, start
 from tests.scenario import LLAMA, deepspeed_json, make_run
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
@@ -427,7 +427,7 @@ def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> N
     run_file = make_run(tmp_path / "run", steps=4)
     [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.ship_to={tmp_path}/run/out/checkpoints",))
     assert ended.code == EXIT_BAD_INPUT
-    assert "checkpoints are saved there already; name another place" in ended.stderr
+    assert "is where checkpoints are saved; name another place" in ended.stderr
 
 
 @pytest.mark.parametrize("step", [0, 2, 99])
@@ -440,3 +440,64 @@ def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int)
         f"--stop-after {step}: the run stands at step 3 of 6; give a step that is still to come"
         in ended.stderr
     )
+
+
+def test_a_checkpoint_of_another_run_in_the_run_directory_is_refused_by_name(tmp_path: Path) -> None:
+    one, other = (
+        make_run(tmp_path / name, name=name, steps=6, save_every="2 steps") for name in ("one", "other")
+    )
+    for run_file, step in ((one, 1), (other, 3)):
+        run_ranks(start, 1, str(run_file), (), Stop("file", 0, step))
+    theirs = tmp_path / "other" / "out" / "checkpoints" / "step_000000004"
+    shutil.copytree(theirs, tmp_path / "one" / "out" / "checkpoints" / theirs.name)
+    [ended] = run_ranks(start, 1, str(one))
+    assert ended.code == EXIT_BAD_INPUT
+    assert "step_000000004 is a checkpoint of another run ('other'," in ended.stderr
+    assert "move it out of there" in ended.stderr
+
+
+def test_a_place_with_another_runs_checkpoints_and_no_label_is_refused_and_nothing_there_is_touched(
+    tmp_path: Path,
+) -> None:
+    victim, run_file = (
+        make_run(tmp_path / name, name=name, steps=6, save_every="2 steps") for name in ("a", "b")
+    )
+    for name in (victim, run_file):
+        run_ranks(start, 1, str(name), (), Stop("file", 0, 3))
+    theirs = tmp_path / "a" / "out" / "checkpoints"
+    before = contents(theirs)
+    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.ship_to={theirs}",))
+    assert ended.code == EXIT_BAD_INPUT
+    assert f"checkpoint.ship_to = {theirs} holds the checkpoints of another run" in ended.stderr
+    assert contents(theirs) == before
+
+
+def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
+    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    run_ranks(start, 1, str(run_file), overrides, Stop("file", 0, 3))
+    (tmp_path / "vault" / "step_000000009").write_text("hello")
+    [ended] = run_ranks(start, 1, str(run_file), overrides)
+    assert ended.code == EXIT_FINISHED
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("resume_from=nope", "resume_from = nope is no folder; name a checkpoint's"),
+        ("resume_from={file}_s", "holds checkpoints and is none; name one, like"),
+        ("checkpoint.ship_to={out}", "is the run directory; name another place"),
+        ("checkpoint.ship_to={file}", "is not a folder"),
+        ("checkpoint.local={file}", "is not a folder"),
+        ("checkpoint.local=s3://vault", "is a URL; write a folder of the host itself"),
+    ],
+)
+def test_check_finds_places_that_cannot_be(
+    tmp_path: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_run(tmp_path / "run", steps=6)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "file_s" / "checkpoints" / "step_000000004").mkdir(parents=True)
+    given = override.format(out=tmp_path / "run" / "out", file=tmp_path / "file")
+    assert main(["check", str(run_file), given]) == EXIT_BAD_INPUT
+    assert words in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_what_differs_from_the_other_run_is_refused_or_accepted_and_recorded(tmp
     run_file, overrides = _child(tmp_path, _parent(tmp_path / "parent"))
     ranks = run_ranks(start, 2, str(run_file), (*overrides, "seed=9", "schedule.peak=2e-2"))
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
-    assert "`seed` is 9, but the run in" in ranks[0].stderr
+    assert "`seed` is 9, but the run of" in ranks[0].stderr
     assert "`schedule.peak` is 0.02" in ranks[0].stderr
     assert not (tmp_path / "child" / "run.json").exists()
 
@@ -89,7 +89,7 @@ def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(tmp_
         (overrides, f"{origin} does not verify: {shard.name} has"),
         (
             (f"resume_from={tmp_path}/nothing", overrides[1]),
-            f"{tmp_path}/nothing is neither a checkpoint of ours",
+            f"resume_from = {tmp_path}/nothing is no folder; name a checkpoint's",
         ),
     ):
         ranks = run_ranks(start, 2, str(run_file), words)

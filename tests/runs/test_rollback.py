@@ -10,7 +10,7 @@ from ds_pretrain.errors import EXIT_NEEDS_PERSON
 from ds_pretrain.monitor.sinks import read_metrics
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace
-from tests.runs.sick import Fault, make_sick_run, run_sick
+from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick
 
 BATCH = 8  # samples of a step
 POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
@@ -101,7 +101,7 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     assert _events(tmp_path / "observed" / "out", "rollback") == []
 
 
-@pytest.mark.parametrize("kill_at", ["cure", "cured", "load"])
+@pytest.mark.parametrize("kill_at", [*CURE_POINTS, "load"])
 def test_a_kill_in_the_cure_is_survived_and_nothing_is_skipped_twice(tmp_path: Path, kill_at: str) -> None:
     whole_file, cut_file = make_sick_run(tmp_path / "whole"), make_sick_run(tmp_path / "cut")
     whole = run_ranks(run_sick, 2, str(whole_file), POISON)
