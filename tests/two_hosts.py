@@ -1,8 +1,9 @@
 """Two hosts on one machine: a network, process and host-name namespace with an sshd each, joined by a cable.
 
-They share the file system and nothing else, so a launcher meets what it meets on a cluster: other pids,
-another host name, an environment that does not come along, ssh between. Nothing is named in a place that
-two runs of the tests share, and all of it ends with the process that made it, however that one ends.
+They share the file system, all but a disk of their own each, and nothing else, so a launcher meets what it
+meets on a cluster: other pids, another host name, an environment that does not come along, ssh between.
+Nothing is named in a place that two runs of the tests share, and all of it ends with the process that made
+it, however that one ends.
 
     with two_hosts(tmp_path) as hosts:
         done = hosts.run([sys.executable, "-m", "ds_pretrain", ...], cwd=folder, timeout=120)
@@ -36,6 +37,15 @@ class TwoHosts:
     names: tuple[str, str]
     folder: Path
     first_process: tuple[int, int]  # each host's process 1, as the machine counts
+
+    @property
+    def disk(self) -> Path:
+        """A path under which each host sees a folder of its own."""
+        return self.folder / "disk"
+
+    def disk_of(self, host: int) -> Path:
+        """What a host sees there, as the machine sees it."""
+        return self.folder / f"disk_of_{NAMES[host]}"
 
     def command(self, argv: Sequence[str], cwd: Path, host: int = 0) -> list[str]:
         """What to start on this machine so that `argv` runs on a host, in `cwd`."""
@@ -141,7 +151,8 @@ def _missing() -> str | None:
 def _write_files(folder: Path) -> None:
     """Keys, settings of ssh and sshd, a hostfile, and programs that stand before the system's on PATH."""
     (folder / "bin").mkdir(parents=True)
-    (folder / "home").mkdir()
+    for name in ("home", "disk", *(f"disk_of_{name}" for name in NAMES)):
+        (folder / name).mkdir()
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without it
     for key in ("key", "hostkey"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -178,6 +189,7 @@ def _host(folder: Path, index: int) -> Iterator[int]:
         f"until ip addr show dev {NETWORK_DEVICE} 2>/dev/null | grep -q inet; do sleep 0.05; done"
     )
     inside = f"mount --bind {folder}/hosts /etc/hosts; mount --bind {folder}/resolv.conf /etc/resolv.conf; "
+    inside += f"mount --bind {folder}/disk_of_{NAMES[index]} {folder}/disk; "
     inside += f"hostname {NAMES[index]}; ip link set lo up; {wait_for_cable}; "
     inside += f"exec {SSHD} -D -e -f {folder}/sshd_{ADDRESSES[index]}.conf"
     unshare = ["unshare", "-n", "-u", "-p", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]

@@ -456,3 +456,56 @@ def test_what_is_being_deleted_does_not_come_back(tmp_path: Path) -> None:
     _save(tmp_path, 3, world)
     (tmp_path / "step_000000003").rename(tmp_path / "step_000000003.doomed.partial")
     assert _find(tmp_path, world) == (None, [], None)
+
+
+def test_the_watchdog_has_as_many_calm_checkpoints_as_it_may_go_back_to(tmp_path: Path) -> None:
+    world = World()
+    for step in (2, 4, 6, 8, 10):
+        _save(tmp_path, step, world)
+        if step < 8:
+            (tmp_path / step_name(step) / CALM).touch()
+    prune(tmp_path, keep=1, keep_every_steps=None, tell=print, num_calm=2)
+    assert _names(tmp_path) == ["latest", *map(step_name, (4, 6, 10))]
+
+
+def test_sizes_alone_let_a_changed_byte_through_and_that_is_what_was_asked_for(tmp_path: Path) -> None:
+    world = World()
+    for step in (3, 6):
+        _save(tmp_path, step, world)
+    _flip_a_bit(tmp_path / step_name(6) / FILES[0])
+    sizes = Places(tmp_path, tmp_path, verify="sizes")
+    found = store.find(sizes, world, print)
+    assert found is not None
+    assert found.manifest.step == 6
+    _truncate(tmp_path / step_name(6) / FILES[0])
+    found = store.find(sizes, world, print)
+    assert found is not None
+    assert found.manifest.step == 3
+
+
+def test_what_was_saved_after_the_step_gone_back_to_is_given_up_but_for_what_is_pinned(
+    tmp_path: Path,
+) -> None:
+    world = World()
+    for step in (2, 4, 6, 8):
+        _save(tmp_path, step, world)
+    pin(tmp_path / step_name(6), True)
+    store.leave(Places(tmp_path, tmp_path), 2, world, print)
+    assert _names(tmp_path) == [
+        *("latest", step_name(2), f"{step_name(4)}.doomed.partial", step_name(6)),
+        f"{step_name(8)}.doomed.partial",
+    ]
+
+
+def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -> None:
+    world, told = World(), list[str]()
+    for step in (2, 4, 6):
+        _save(tmp_path, step, world)
+    found = store.find(Places(tmp_path, tmp_path), world, told.append, lambda state: state.step > 2)
+    assert found is not None
+    assert found.manifest.step == 2
+    assert told == [
+        f"the checkpoint of step {step} is passed over: the watchdog has gone back behind it"
+        for step in (6, 4)
+    ]
+    assert not (tmp_path / step_name(6)).exists()

@@ -3,8 +3,8 @@
 import pytest
 
 from ds_pretrain.checkpoint import triggers
-from ds_pretrain.checkpoint.triggers import WallClock, due_by_count
-from ds_pretrain.timeline import parse_duration, single_phase
+from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
+from ds_pretrain.timeline import Segment, Timeline, parse_duration, single_phase
 
 TIMELINE = single_phase("main", 16, 4, parse_duration("20 steps"))  # 64 tokens a step
 
@@ -29,6 +29,12 @@ def _due(*texts: str) -> list[int]:
 )
 def test_checkpoints_by_count_come_at_each_multiple(texts: tuple[str, ...], steps: list[int]) -> None:
     assert _due(*texts) == steps
+
+
+def test_the_last_step_of_a_phase_is_due_and_that_of_the_run_is_not_for_this() -> None:
+    segments = (Segment("main", 0, 4, 16, 4, 0, 0, 0), Segment("main", 4, 8, 16, 8, 16, 256, 16))
+    timeline = Timeline((*segments, Segment("anneal", 8, 12, 16, 8, 48, 768, 0)))
+    assert [step for step in range(1, 13) if ends_phase(step, timeline)] == [8]
 
 
 def test_the_clock_counts_from_the_last_save_and_takes_the_shortest_trigger(

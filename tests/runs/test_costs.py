@@ -95,3 +95,12 @@ def test_p24_each_save_is_on_record_and_one_that_stalls_above_its_share_is_warne
         assert save["bytes"] == parse_manifest((folder / "manifest.json").read_text()).total_bytes
         assert 0 < save["stall_seconds"] <= save["total_seconds"]
     assert endings[0].stderr.count("checkpoint.stall_share allows") == (1 if share < 1 else 0)
+
+
+def test_the_log_says_how_often_to_save_once_it_is_measured(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=6, batch_tokens=64, save_every="1 steps")
+    [ended] = run_ranks(start, 1, str(run_file), ('checkpoint.mtbf="8 h"',))
+    assert ended.stderr.count("loses least") == 1
+    assert ended.stderr.count("checkpoint.every is about") == 1
+    [ended] = run_ranks(start, 1, str(run_file), ("out=" + str(tmp_path / "other"),))
+    assert "loses least" not in ended.stderr
