@@ -139,7 +139,8 @@ def test_the_newest_is_shipped_first_and_one_published_meanwhile_before_older_on
 def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finishes(
     place: str, tmp_path: Path
 ) -> None:
-    for nth in itertools.count():
+    every = 3 if place.startswith("s3://") else 1  # the same points as in a folder, each slower
+    for nth in itertools.count(0, every):
         root, there = tmp_path / f"here{nth}", f"{place}/{nth}"
         _publish(root, 10)
         if nth % 2 == 0:  # half of the time over an earlier save of the same step

@@ -184,7 +184,7 @@ def _saved_again(cache: Path, folder: Path) -> None:
         (_gone, "No such file or directory"),
         (_no_manifest, "there is no universal form yet"),
         (_unsealed_manifest, "universal.json does not match its own checksum"),
-        (_bad_manifest, "universal.json has a version that this program does not know"),
+        (_bad_manifest, "universal.json has no version"),
         (_saved_again, "step_000000005.universal was made of another save of that step"),
     ],
 )

@@ -77,7 +77,7 @@ def test_p24_a_resume_reads_and_holds_the_shards_of_a_rank_and_not_those_of_all(
     run_ranks(_save, 2, str(run_file))
     for memory, read in run_ranks(_resume, 2, str(run_file)):
         weights = 0 if stage == 3 else 2 / 3
-        assert memory < 1.4 + weights
+        assert memory < 1.7 + weights  # two ranks' shards would be 2
         assert 1.9 < read < 2.1 + 2 * weights  # DeepSpeed opens the weights twice
 
 

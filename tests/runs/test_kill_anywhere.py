@@ -50,7 +50,7 @@ FETCHING = [
     Kill(0, "fetch *"),
     Kill(1, "fetch *optim_states.pt"),
     Kill(0, "fetched *optim_states.pt"),
-    Kill(1, "fetched *", passes=2),
+    Kill(1, "fetched *"),
     Kill(0, "publish fetched"),
 ]
 SEEDED = random.Random(1)
