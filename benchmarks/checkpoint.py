@@ -262,7 +262,7 @@ def blank_manifest(step: int, world: World) -> Manifest:
         world_size=world.size,
         zero_stage=3,
         versions={},
-        created="",
+        created="2026-01-01T00:00:00+00:00",
         attempt=1,
         wandb_id=None,
         overrides=(),
