@@ -73,7 +73,7 @@ def _digest(plan: Plan, inputs: Inputs) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def require_shared_folder(folder: Path, world: World) -> None:
+def require_shared_folder(folder: Path, world: World, patience_seconds: float = 10.0) -> None:
     """Make sure that every rank sees what rank 0 writes in `folder`. Collective.
 
     Raises:
@@ -82,7 +82,10 @@ def require_shared_folder(folder: Path, world: World) -> None:
     word = folder / ".shared"
     if world.is_main:
         write_atomic(word, uuid.uuid4().hex)
-    expected, deadline = from_main(world, word.read_text() if world.is_main else ""), monotonic() + 10.0
+    expected, deadline = (
+        from_main(world, word.read_text() if world.is_main else ""),
+        monotonic() + patience_seconds,
+    )
     while (sees := _reads(word, expected)) is False and monotonic() < deadline:
         sleep(0.2)  # a network file system may show a new file late
     blind = {node for node, sees in gather_objects(world, (platform.node(), sees)) if not sees}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ds_pretrain import saving
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, InputError
 from ds_pretrain.opening import require_shared_folder
@@ -51,6 +52,7 @@ def _start_on_a_disk_that_fills_up(
         return write(path, value)
 
     patch.setattr(snapshot, "write_summed", written)
+    patch.setattr(saving, "RETRY_SECONDS", 0.0)
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended
@@ -123,7 +125,7 @@ def _require_shared(world: World, folder: str) -> str:
     mine = Path(folder) / (f"host_{world.rank}" if folder.endswith("apart") else "")
     mine.mkdir(parents=True, exist_ok=True)
     try:
-        require_shared_folder(mine, world)
+        require_shared_folder(mine, world, patience_seconds=1.0)
     except InputError as error:
         return str(error)
     return "shared"
