@@ -9,6 +9,7 @@ from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM
 from ds_pretrain.checkpoint.verdict import Found, found_at_step
 from ds_pretrain.cure import write_cure
+from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import NeedsPerson, RunError, agreed
 from ds_pretrain.monitor.monitor import Monitor
@@ -36,14 +37,15 @@ class Watchdog:
         self._attempt, self._tell = attempt, tell
         self._said: tuple[Any, ...] = ()
 
-    def judge(self, state: RunState, record: StepRecord) -> tuple[RunState, Verdict]:
+    def judge(self, state: RunState, record: StepRecord, ids: SampleIds) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
         healthy = verdict.action == "ok" and memory.spike is None  # one usual loss in a spike may be luck
         after = state.after_step(record.update_applied, memory, healthy)
         self._say(record, verdict)
         if not record.update_applied:
-            self._monitor.event("dropped", step=record.step, num_dropped=after.num_dropped)
+            samples = ids.listed()  # of the global batch
+            self._monitor.event("dropped", step=record.step, num_dropped=after.num_dropped, samples=samples)
         return after, verdict
 
     def wants_back(self, verdict: Verdict) -> bool:
@@ -136,8 +138,8 @@ class Watchdog:
         )
         return (
             f"step {step:,}: {verdict.message}; nothing is left to try: {response.reason}. Look at the loss, "
-            f"the data around step {verdict.onset or step:,} and schedule.peak, then start again; every "
-            f"checkpoint is still there{tried}"
+            f"the data around step {verdict.onset or step:,} and schedule.peak, then start again; the calm "
+            f"checkpoints are still there{tried}"
         )
 
 

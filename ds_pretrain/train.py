@@ -143,7 +143,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         losses, update = take_step(engine, batch, rate, plan.run.model.z_loss, world)
         step, shared = measure(plan, state, batch, losses, update, started, saver, parts.stop, world)
         parts.monitor.step(step)
-        state, verdict = parts.watchdog.judge(state, step)
+        state, verdict = parts.watchdog.judge(state, step, batch.ids)
         saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
         if parts.watchdog.wants_back(verdict):
             saver.finish()

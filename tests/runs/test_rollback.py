@@ -83,6 +83,7 @@ def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_noth
     assert _events(tmp_path / "out", "rollback") == []
     [dropped] = _events(tmp_path / "out", "dropped")
     assert dropped["step"] == 22
+    assert [tuple(sample) for sample in dropped["samples"]] == ranks[0][2][2][21]
     steps = {step["step"]: step for step in trace(tmp_path / "out")}
     assert not steps[22]["update_applied"]
     assert steps[23]["learning_rate"] == steps[22]["learning_rate"]  # a dropped update moves no schedule
