@@ -197,6 +197,8 @@ def _plain(name: str, value: Any) -> str:
         return f"{value / 1e6:,.1f} MB"
     if name.endswith("seconds"):
         return f"{value:.3g}"
+    if isinstance(value, list | tuple) and len(value) > 4:
+        return f"{len(value):,} in metrics.jsonl"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

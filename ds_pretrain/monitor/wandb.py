@@ -176,7 +176,7 @@ def points(record: Mapping[str, Any]) -> dict[str, Any]:
     data = {
         f"{prefix}/{k}": v
         for k, v in values.items()
-        if v is not None and k not in ("event", "step", "attempt")
+        if v is not None and k not in ("event", "step", "attempt") and not isinstance(v, list | tuple)
     }
     if kind not in ("step", "validation"):
         data["event"] = kind

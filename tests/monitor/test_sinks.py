@@ -251,3 +251,8 @@ sys.exit(75)
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 75
+
+
+def test_a_long_list_is_counted_in_the_terminal_and_whole_in_the_file() -> None:
+    record = {"event": "dropped", "step": 7, "attempt": 1, "samples": [("text", 0, n) for n in range(1000)]}
+    assert event_line(record) == "dropped at step 7  samples 1,000 in metrics.jsonl"
