@@ -48,17 +48,21 @@ class Sampler:
     def ids(self, step: int, ledger: SkipLedger) -> SampleIds:
         """The samples of the update after `step` finished steps."""
         segment = self.timeline.at(step)
-        mixture = self.mixtures[segment.phase]
         draws = ledger.draws(segment.phase, self.timeline.trained_draws_before(step), segment.sequences)
+        return self.at_draws(segment.phase, segment.seq_len, draws, step)
+
+    def at_draws(self, phase: str, seq_len: int, draws: NDArray[np.uint64], step: int) -> SampleIds:
+        """What draws of a phase read, trained or skipped, in the order asked for; `step` is only noted."""
+        mixture = self.mixtures[phase]
         source, draw_of_source = mixture.locate(draws)
         epoch, sample = np.empty_like(source), np.empty_like(source)
         for index in np.unique(source):
             name, here = mixture.names[index], source == index
-            key = make_key(self.seed, "samples", name, segment.seq_len)
+            key = make_key(self.seed, "samples", name, seq_len)
             epoch[here], sample[here] = locate_samples(
-                draw_of_source[here], self.num_samples[name, segment.seq_len], key
+                draw_of_source[here], self.num_samples[name, seq_len], key
             )
-        return SampleIds(step, segment.seq_len, mixture.names, source, epoch, sample, draws)
+        return SampleIds(step, seq_len, mixture.names, source, epoch, sample, draws)
 
 
 def make_sampler(

@@ -100,6 +100,14 @@ def test_skipped_draws_are_never_read_and_the_others_keep_their_order() -> None:
     assert skipping == straight[:35] + straight[50:115]
 
 
+def test_the_draws_that_a_ledger_skips_can_be_named_and_are_what_the_run_would_have_read() -> None:
+    sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, sequences=10)
+    straight = _order(sampler, range(12))
+    skipped = sampler.at_draws("main", sampler.timeline.at(0).seq_len, np.arange(35, 50, dtype=np.uint64), 3)
+    assert skipped.listed() == straight[35:50]
+    assert (skipped.step, skipped.draw.tolist()) == (3, list(range(35, 50)))
+
+
 def test_a_step_outside_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="step 1000 lies outside the run's 1000 steps"):
         sampler_of({"only": source_of(60)}).ids(1000, NO_SKIPS)
