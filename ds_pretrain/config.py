@@ -179,6 +179,7 @@ class WatchdogSection(Section):
     norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
     patience: Count = 30  # steps that a spike may take to heal
     drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
+    drop_sigmas: Positive | None = None  # an update whose norm is so many spreads above the usual is dropped
     non_finite: Count = 20  # steps in a row
     respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(_as_tuple)] = ("replay", "skip")
     skip_before: ShareOfRun = parse_duration("50 steps")  # the onset

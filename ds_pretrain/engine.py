@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ds_pretrain import engine_load, partitions
 from ds_pretrain.deepspeed_json import gradient_clipping, uses_bf16, zero_stage
 from ds_pretrain.files import Capture
+from ds_pretrain.veto import dropping_above
 from ds_pretrain.world import World, uses_gpu
 
 with warnings.catch_warnings():
@@ -38,7 +39,8 @@ class Update:
     """What one optimizer step did. The same on every rank."""
 
     applied: bool
-    grad_norm: float | None  # over the window and all ranks, before clipping; None when not finite
+    grad_norm: float | None  # over the window and all ranks, before clipping; None when not finite. A number
+    # where the update was not applied is one that was above the limit.
     clip_factor: float | None  # what clipping multiplied the gradient by; None when dropped or not clipping
 
 
@@ -55,8 +57,11 @@ class Engine(Protocol):
         """Add the gradient of a scalar to the window. Ranks are averaged: the caller scales for it."""
         ...
 
-    def step(self, rate: float) -> Update:
-        """Close the window: clip, update at this learning rate, clear the gradients."""
+    def step(self, rate: float, norm_limit: float | None = None) -> Update:
+        """Close the window: clip, update at this learning rate, clear the gradients.
+
+        An update whose norm is above the limit is dropped on all ranks, as one that is no number always is.
+        """
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -173,14 +178,15 @@ class ZeroEngine:
         """Add the gradient of a scalar to the window; scaling by the window is the caller's."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, rate: float) -> Update:
+    def step(self, rate: float, norm_limit: float | None = None) -> Update:
         """Set the rate on the live groups, then step: no scheduler object that could disagree."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         self._await_copies()
-        self._engine.step()
+        with dropping_above(self._engine.optimizer, norm_limit) as dropped:
+            self._engine.step()
         applied = bool(self._engine.was_step_applied())
-        norm = _finite(self._engine.get_global_grad_norm())
+        norm = dropped[0] if dropped else _finite(self._engine.get_global_grad_norm())
         return Update(applied, norm, _clip_factor(norm, self._clip) if applied else None)
 
     @contextmanager

@@ -25,10 +25,11 @@ LAYERS: dict[str, int] = {
     for layer, names in enumerate(
         [
             "errors files reading world rank_files credentials",
-            "config complaints paths timeline schedules state record plan interval shares response "
-            "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values",
+            "attribution config complaints paths timeline schedules state record plan interval shares response "
+            "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values "
+            "veto known_bad",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "preflight opening probing healing saving shipping step train sample launch watchdog_replay",
+            "preflight opening probing incidents suspects healing saving shipping step train sample launch watchdog_replay",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -36,6 +37,8 @@ LAYERS: dict[str, int] = {
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("healing", "incidents"),
+    ("healing", "suspects"),
     ("engine", "engine_load"),
     ("engine", "partitions"),
     ("engine_load", "partitions"),

@@ -1,0 +1,79 @@
+"""Drops an update whose gradient norm is too high, inside DeepSpeed's own step, and says where that is exact.
+
+Each ZeRO optimizer computes the norm over all ranks once a step, by a function of its module, and leaves out
+the update when that is no number: gradients are cleared; weights, moments and the count of Adam's steps stay.
+A norm above the limit is shown to it as infinity. So there is no second norm and no other way to skip, and as
+the norm (of ZeRO-1 with fp32 accumulation: the gradients) was reduced over all ranks, all decide alike.
+Read in DeepSpeed 0.19.8: `runtime/zero/stage3.py`, `runtime/zero/stage_1_and_2.py`,
+`runtime/bf16_optimizer.py`. Tests show that nothing is left of such a step.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ds_pretrain.config import WatchdogSection
+from ds_pretrain.deepspeed_json import uses_bf16, zero_stage
+
+_NORM_FUNCTIONS = ("combine_grad_norm_groups", "get_global_norm_of_tensors")  # a module has one of them
+
+
+@contextmanager
+def dropping_above(optimizer: Any, limit: float | None) -> Iterator[list[float]]:
+    """While open, a step of this ZeRO optimizer is left out if its norm is above the limit. None: never.
+
+    The list then holds that norm; it stays empty if the update is applied, or was no number by itself.
+    """
+    if limit is None:
+        yield []
+        return
+    module = sys.modules[type(optimizer).__module__]
+    [name] = [name for name in _NORM_FUNCTIONS if hasattr(module, name)]
+    global_norm = getattr(module, name)
+    dropped: list[float] = []
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        norm = global_norm(*args, **kwargs)
+        value = float(norm)
+        if not limit < value < float("inf"):
+            return norm
+        dropped.append(value)
+        return norm.new_full((), float("inf"))
+
+    setattr(module, name, limited)
+    try:
+        yield dropped
+    finally:
+        setattr(module, name, global_norm)
+
+
+def drop_problems(
+    watchdog: WatchdogSection, config: Mapping[str, Any], name: str, run_name: str
+) -> Iterator[str]:
+    """Why an update could not be dropped exactly, or not sensibly. `config` is a DeepSpeed JSON."""
+    if watchdog.drop_sigmas is None:
+        return
+    if watchdog.drop_sigmas < watchdog.norm_sigmas:
+        yield (
+            f"{run_name}: watchdog.drop_sigmas = {watchdog.drop_sigmas:g} is below watchdog.norm_sigmas = "
+            f"{watchdog.norm_sigmas:g}, so norms that count as usual would be dropped, and the spread would "
+            "shrink with each; raise the one or lower the other"
+        )
+    zero = config["zero_optimization"]
+    devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
+    bf16, data_types = config.get("bf16") or {}, config.get("data_types") or {}
+    has_own_optimizer = zero_stage(config) == 1 and data_types.get("grad_accum_dtype") == "fp32"
+    if uses_bf16(config) and zero_stage(config) < 3 and not has_own_optimizer:
+        if bf16.get("check_grad_overflow") is False:
+            yield _needs(
+                "`bf16.check_grad_overflow` = true", name, run_name, "else ZeRO-1 and 2 look at no norm"
+            )
+    if "nvme" in devices:
+        yield _needs("no offload to nvme", name, run_name, 'use "cpu" or none')
+    if (config.get("torch_autocast") or {}).get("enabled") is True:
+        yield _needs("`torch_autocast` off", name, run_name, "use bf16")
+
+
+def _needs(what: str, name: str, run_name: str, why: str) -> str:
+    return f"{run_name}: watchdog.drop_sigmas needs {what} in {name}: {why}; or delete drop_sigmas"
