@@ -1,6 +1,6 @@
 """The verdicts of a curve as a picture: in a terminal, and as an SVG file that stands alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from math import isfinite, log
@@ -11,6 +11,7 @@ from ds_pretrain.watchdog import Verdict
 _WIDTH, _HEIGHT = 96, 14  # characters
 _SVG_WIDTH, _SVG_HEIGHT, _MARGIN = 1200, 400, 50  # pixels
 _MOST_POINTS = 6000  # of the SVG's line: it stays below a few hundred kB
+_MARKS = {"roll_back": "X", "watch": "!"}  # the gravest first
 _COLORS = {"roll_back": "#c00", "watch": "#e90", "ok": "#39c"}
 
 
@@ -25,37 +26,51 @@ class Plotted(Protocol):
 
 def terminal_plot(points: Sequence[Plotted], verdicts: Sequence[Verdict]) -> str:
     """Loss on a logarithmic scale, the range of each column; below it the gravest verdict of each column."""
-    width = min(_WIDTH, len(points))
-    edges = [index * len(points) // width for index in range(width + 1)]
+    marks = [_MARKS.get(verdict.action, " ") for verdict in verdicts]
+    legend = {mark: action for action, mark in _MARKS.items()}
+    return text_plot(points, marks, "verdicts", legend, _WIDTH, _HEIGHT)
+
+
+def text_plot(
+    points: Sequence[Plotted],
+    marks: Sequence[str],
+    name: str,
+    legend: Mapping[str, str],
+    width: int,
+    height: int,
+) -> str:
+    """Loss on a logarithmic scale, at most `width` columns by `height` lines; below it a line of marks.
+
+    `marks` is a character a point. A column shows that of its points which comes first in `legend`, which
+    says what each means; `name` is what the line of marks is called.
+    """
+    width = min(width, len(points))
+    edges = [index * len(points) // width for index in range(width + 1)] if width else []
     columns = [[p.loss for p in points[a:b] if drawable(p.loss)] for a, b in pairwise(edges)]
     losses = [loss for column in columns for loss in column]
     if not losses:
         return "no finite loss to plot"
     low, high = log(min(losses)), log(max(losses))
     span = (high - low) or 1.0
-    rows = [[" "] * width for _ in range(_HEIGHT)]
+    rows = [[" "] * width for _ in range(height)]
     for x, column in enumerate(columns):
         if column:
-            top, bottom = (round((high - log(of(column))) / span * (_HEIGHT - 1)) for of in (max, min))
+            top, bottom = (round((high - log(of(column))) / span * (height - 1)) for of in (max, min))
             for y in range(top, bottom + 1):
                 rows[y][x] = "|" if bottom > top else "-"
-    labels = {0: f"{max(losses):9.4g}", _HEIGHT - 1: f"{min(losses):9.4g}"}
+    labels = {0: f"{max(losses):9.4g}", height - 1: f"{min(losses):9.4g}"}
     lines = [f"{labels.get(y, ''):9} {''.join(row)}".rstrip() for y, row in enumerate(rows)]
-    marks = "".join(_mark(verdicts[a:b]) for a, b in pairwise(edges))
-    lines.append(f"{'verdicts':9} {marks}".rstrip())
+    line = "".join(next((m for m in legend if m in marks[a:b]), " ") for a, b in pairwise(edges))
+    lines.append(f"{name:9} {line}".rstrip())
     first, last = f"{points[0].step:,}", f"{points[-1].step:,}"
-    lines.append(f"{'step':9} {first}{last:>{max(1, width - len(first))}}   X roll_back  ! watch")
+    meanings = "  ".join(f"{mark} {meaning}" for mark, meaning in legend.items())
+    lines.append(f"{'step':9} {first}{last:>{max(1, width - len(first))}}   {meanings}")
     return "\n".join(lines)
 
 
 def drawable(loss: float) -> bool:
     """Whether a loss has a place on a logarithmic scale."""
     return isfinite(loss) and loss > 0
-
-
-def _mark(verdicts: Sequence[Verdict]) -> str:
-    actions = {verdict.action for verdict in verdicts}
-    return "X" if "roll_back" in actions else "!" if "watch" in actions else " "
 
 
 def svg(points: Sequence[Plotted], verdicts: Sequence[Verdict]) -> str:

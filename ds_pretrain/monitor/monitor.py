@@ -13,6 +13,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
+from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal, say
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
 from ds_pretrain.record import StepRecord
@@ -25,8 +26,9 @@ _WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ram
 class Monitor:
     """Sends each step to metrics.jsonl; every `every`-th, the first and the last to the terminal and W&B too.
 
-    Validations and events go everywhere at once. A sink that fails costs its records and one warning for each
-    kind of failure; how often it failed is told at the end. No method raises.
+    Validations and events go everywhere at once; the logbook sees all and keeps what is worth it. A sink
+    that fails costs its records and one warning for each kind of failure; how often it failed is told at the
+    end. No method raises.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Monitor:
         self._previous_tokens: int | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW_STEPS)  # (tokens, seconds) of a step
         self._failures: Counter[str] = Counter()
-        self._file: Sink | None = None
+        self._files: list[Sink] = []  # these get every step
         self._others: list[Sink] = []
         if self._active:
             self._open(out, wandb, run_config)
@@ -92,8 +94,8 @@ class Monitor:
 
     def close(self) -> None:
         """Close every sink, each in bounded time, and say how many records failed. Closing twice is fine."""
-        sinks = [*self._others, *([self._file] if self._file is not None else [])]
-        self._file, self._others = None, []
+        sinks = [*self._others, *self._files]
+        self._files, self._others = [], []
         for sink in sinks:
             try:
                 sink.close()
@@ -107,10 +109,15 @@ class Monitor:
     def _open(self, out: Path, wandb: WandbRun | None, run_config: Mapping[str, Any]) -> None:
         first_index = 0
         try:
-            self._file = file = JsonLines(out / METRICS)
+            file = JsonLines(out / METRICS)
+            self._files.append(file)
             first_index = file.bytes_written  # every record takes more than one byte: no index comes twice
         except OSError as error:
             self._fail(f"opening {out / METRICS}", error)
+        try:
+            self._files.append(Logbook(out, str(run_config.get("name", out.name))))
+        except OSError as error:
+            self._fail(f"opening {out / INCIDENTS}", error)
         self._others.append(Terminal(sys.stdout, self._last_step))
         if wandb is not None:
             patience = Patience()
@@ -138,9 +145,7 @@ class Monitor:
         }
 
     def _send(self, record: Mapping[str, Any], everywhere: bool) -> None:
-        for sink in [self._file, *(self._others if everywhere else [])]:
-            if sink is None:
-                continue
+        for sink in [*self._files, *(self._others if everywhere else [])]:
             try:
                 sink.write(record)
             except Exception as error:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+_BLOCK_BYTES = 1 << 20  # read at once, from the end
+_LONGEST = 400  # characters of a text in the terminal
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -64,13 +66,30 @@ class JsonLines:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl as written, "nan" and "inf" as numbers again, torn lines skipped."""
     with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:  # torn by a kill, a full disk or a power cut
-                continue
-            if isinstance(record, dict):
-                yield _restored(record)
+        yield from _records(file)
+
+
+def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a kill, a full disk or a power cut
+            continue
+        if isinstance(record, dict):
+            yield _restored(record)
+
+
+def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, the newest first: what happened last is read without the months before it."""
+    with path.open("rb") as file:
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            rest, *lines = (file.read(end - start) + rest).split(b"\n")
+            end = start
+            yield from _records(reversed(lines))
+        yield from _records([rest])
 
 
 def latest_attempt(records: Iterable[Mapping[str, Any]], event: str = "step") -> list[Mapping[str, Any]]:
@@ -160,7 +179,8 @@ def event_line(record: Mapping[str, Any]) -> str:
     if kind == "validation":
         named = "  ".join(f"{name} {_fixed(loss, 4)}" for name, loss in record["losses"].items())
         return f"validation{at}  loss {named}"
-    fields = {k: v for k, v in record.items() if k not in ("event", "step", "attempt", "time")}
+    skip = ("event", "step", "attempt", "time")
+    fields = {k: v for k, v in record.items() if k not in skip and v is not None}
     return "  ".join([f"{kind}{at}", *(f"{k} {_plain(k, v)}" for k, v in fields.items())])
 
 
@@ -197,9 +217,25 @@ def _plain(name: str, value: Any) -> str:
         return f"{value / 1e6:,.1f} MB"
     if name.endswith("seconds"):
         return f"{value:.3g}"
-    if isinstance(value, list | tuple) and len(value) > 4:
+    if name == "skipped" and isinstance(value, Mapping):
+        draws = f"draws {value.get('start')} to {value.get('stop')}"
+        return f"{value.get('phase')} {draws}, {value.get('num_samples')} samples"
+    if _is_bulky(value):
         return f"{len(value):,} in metrics.jsonl"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[:_LONGEST]).split())
+    return line if len(text) <= _LONGEST else f"{line}... ({len(text):,} characters in metrics.jsonl)"
+
+
+def _is_bulky(value: Any) -> bool:
+    """True for what is told in a file only: anything nested, and a list of more than four."""
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list | tuple) and (
+        len(value) > 4 or any(isinstance(item, Mapping | list | tuple) for item in value)
+    )
 
 
 def _strict(value: Any) -> Any:

@@ -18,6 +18,9 @@ from typing import Any, Literal, Protocol
 
 from ds_pretrain.monitor.sinks import say
 
+_LONGEST_TEXT = 1000  # characters of a value
+_NESTED = (list, tuple, Mapping)
+
 
 @dataclass(frozen=True)
 class WandbRun:
@@ -169,14 +172,17 @@ class Wandb:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt."""
+    """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt.
+
+    Lists and nested values stay in metrics.jsonl, and so does the rest of a long text.
+    """
     kind = record["event"]
     values = dict(record.get("losses", {})) if kind == "validation" else dict(record)
     prefix = "train" if kind == "step" else kind
     data = {
-        f"{prefix}/{k}": v
+        f"{prefix}/{k}": v[:_LONGEST_TEXT] if isinstance(v, str) else v
         for k, v in values.items()
-        if v is not None and k not in ("event", "step", "attempt") and not isinstance(v, list | tuple)
+        if v is not None and k not in ("event", "step", "attempt") and not isinstance(v, _NESTED)
     }
     if kind not in ("step", "validation"):
         data["event"] = kind

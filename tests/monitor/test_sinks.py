@@ -256,3 +256,22 @@ sys.exit(75)
 def test_a_long_list_is_counted_in_the_terminal_and_whole_in_the_file() -> None:
     record = {"event": "dropped", "step": 7, "attempt": 1, "samples": [("text", 0, n) for n in range(1000)]}
     assert event_line(record) == "dropped at step 7  samples 1,000 in metrics.jsonl"
+
+
+def test_nested_values_are_told_in_a_few_words_and_never_poured_out() -> None:
+    skipped = {"phase": "main", "start": 100, "stop": 200, "num_samples": 100, "samples": {"web": {"0": [1]}}}
+    record = {"event": "rollback", "step": 9, "attempt": 1, "incident": 1, "skipped": skipped}
+    record |= {"rank_losses": {"8": [1.0, 2.0], "9": [1.0, 9.0]}, "hosts": ["a:0", "b:0"], "to_step": None}
+    assert event_line(record) == (
+        "rollback at step 9  incident 1  skipped main draws 100 to 200, 100 samples  "
+        "rank_losses 2 in metrics.jsonl  hosts ['a:0', 'b:0']"
+    )
+    few = {"event": "suspects", "attempt": 1, "samples": [{"loss": 9.0, "text": "x" * 5000}]}
+    assert event_line(few) == "suspects  samples 1 in metrics.jsonl"
+
+
+def test_a_text_of_many_lines_is_one_line_and_a_long_one_is_cut() -> None:
+    record = {"event": "needs_person", "attempt": 1, "diagnosis": "look\n  here\x1b[31m"}
+    assert event_line(record) == "needs_person  diagnosis look here [31m"
+    record["diagnosis"] = "x" * 5000
+    assert event_line(record) == f"needs_person  diagnosis {'x' * 400}... (5,000 characters in metrics.jsonl)"

@@ -71,6 +71,18 @@ def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
     assert points({"event": "stop", "attempt": 2}) == {"event": "stop", "attempt": 2}
 
 
+def test_nested_values_and_the_rest_of_long_texts_stay_in_the_file() -> None:
+    record = {"event": "rollback", "step": 3, "attempt": 1, "message": "x" * 5000, "to_step": 1}
+    record |= {"skipped": {"samples": {"web": {"0": [1]}}}, "rank_losses": {"3": [1.0]}, "hosts": ["a:0"]}
+    assert points(record) == {
+        "event": "rollback",
+        "rollback/message": "x" * 1000,
+        "rollback/to_step": 1,
+        "train/step": 3,
+        "attempt": 1,
+    }
+
+
 def test_a_healthy_client_gets_everything_in_order_and_is_finished_once() -> None:
     client = FakeClient()
     sink = Wandb(lambda: client, patience=QUICK)
