@@ -2,7 +2,8 @@
 
 `cure.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint that knows of fewer
 rollbacks lies on the branch that was left, if it is newer than what was gone back to; else a run goes on from
-it, with the rollbacks and the ledger from here.
+it, with the rollbacks and the ledger from here. A stop is written down like a rollback, with the checkpoint
+that the next start goes on from.
 """
 
 import json
@@ -26,9 +27,9 @@ class Cure:
     rollbacks: tuple[Rollback, ...] = ()
     ledger: SkipLedger = field(default_factory=SkipLedger)
 
-    def abandons(self, state: RunState) -> bool:
-        """True if a checkpoint's state lies on a branch that was left."""
-        return is_abandoned(state, self.rollbacks)
+    def abandons(self, state: RunState, heeds_stop: bool = True) -> bool:
+        """True if a checkpoint's state lies on a branch that was left (see `is_abandoned`)."""
+        return is_abandoned(state, self.rollbacks, heeds_stop)
 
     def applied(self, state: RunState) -> RunState:
         """The state to go on from where a checkpoint has this one."""

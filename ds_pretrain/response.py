@@ -28,7 +28,10 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Response:
-    """What to do, and why. `to_step` is the checkpoint to go back to."""
+    """What to do, and why.
+
+    `to_step` is the checkpoint to go back to; after a "stop" the next start does, if there is one.
+    """
 
     action: Action
     to_step: int | None
@@ -41,21 +44,23 @@ def respond(
     """The next rung for a verdict to roll back at `step`.
 
     The same place again (an onset within reach of an earlier one) takes the next rung, and a checkpoint older
-    than that of the rung before.
+    than that of the rung before. A stop is where a person has taken over: the ladder and the budget begin
+    anew after it.
     """
     assert verdict.onset is not None
     onset = verdict.onset
+    history = since_stop(history)
+    older = [calm for calm in calm_steps if calm < onset]
+    newest = max(older, default=None)
     recent = [rollback for rollback in history if rollback.step > step - ladder.stretch]
     if len(recent) >= ladder.rollbacks:
         return Response(
-            "stop", None, f"{len(recent)} rollbacks in {ladder.stretch:,} steps are all that is allowed"
+            "stop", newest, f"{len(recent)} rollbacks in {ladder.stretch:,} steps are all that is allowed"
         )
-    reach = ladder.patience + ladder.skip_after
-    here = [rollback for rollback in history if abs(rollback.onset - onset) <= reach]
+    here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
     if len(here) >= len(ladder.respond):
         tried = ", then ".join(rollback.response for rollback in here) or "nothing"
-        return Response("stop", None, f"it came back at the same place after {tried}")
-    older = [calm for calm in calm_steps if calm < onset]
+        return Response("stop", newest, f"it came back at the same place after {tried}")
     before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
     if not older:
         return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
@@ -64,6 +69,17 @@ def respond(
     return Response(
         ladder.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
     )
+
+
+def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
+    """The rollbacks since a person was last asked for."""
+    stops = [index for index, rollback in enumerate(history) if rollback.response == "stop"]
+    return history[stops[-1] + 1 :] if stops else history
+
+
+def is_same_place(ladder: Ladder, rollback: Rollback, onset: int) -> bool:
+    """True if trouble that began at `onset` is that of the rollback again."""
+    return abs(rollback.onset - onset) <= ladder.patience + ladder.skip_after
 
 
 def after_rollback(
@@ -111,7 +127,10 @@ def skipped(
     )
 
 
-def is_abandoned(state: RunState, rollbacks: Sequence[Rollback]) -> bool:
-    """True if a checkpoint's state lies on a branch that a rollback since has left."""
+def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
+    """True if a checkpoint's state lies on a branch that a rollback since has left.
+
+    Without `heeds_stop`, not if all that happened since is a stop: a person goes on from where it stood.
+    """
     later = rollbacks[len(state.rollbacks) :]
-    return any(state.step > rollback.to_step for rollback in later)
+    return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

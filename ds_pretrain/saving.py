@@ -26,7 +26,7 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
 from ds_pretrain.run_directory import RunRecord, note_saved
-from ds_pretrain.shipping import Shipping
+from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects
 
@@ -117,6 +117,14 @@ class Saver:
             if self._saved_step == state.step:
                 return
             sleep(RETRY_SECONDS)
+
+    def save_for_person(self, state: RunState, probe: Callable[[], Probe]) -> None:
+        """Save where a run stands that needs a person, and ship it: the next start goes on from an older one,
+        but what went wrong can be looked at. Collective.
+        """
+        with contextlib.suppress(CannotSave):  # told already; why the run ends is more than that
+            self.save_surely(state, probe)
+        self.ship_rest(STOP_PATIENCE_SECONDS)
 
     def note_health(self, state: RunState) -> None:
         """Mark as calm what enough healthy steps came after: only that may be gone back to."""

@@ -1,6 +1,7 @@
 """Where a run stands, as a value: the same on every rank, and without a word of how many ranks there are."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,10 @@ class SkipLedger:
             trained[trained >= np.uint64(start)] += np.uint64(stop - start)
         return trained
 
+    def num_before(self, trained: Mapping[str, int]) -> int:
+        """The skipped draws that lie before what is read next, after so many trained samples of each phase."""
+        return sum(int(self.draws(phase, count, 1)[0]) - count for phase, count in trained.items())
+
     def with_skip(self, skip: Skip) -> "SkipLedger":
         """A ledger that is longer by one interval."""
         return SkipLedger((*self.skips, skip))
@@ -66,7 +71,7 @@ class Rollback:
     step: int  # at which it was decided
     onset: int  # the step where the trouble began
     kind: str  # of trouble
-    response: str  # "replay" or "skip"
+    response: str  # "replay", "skip" or "stop"
     attempt: int
 
 

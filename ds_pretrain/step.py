@@ -27,6 +27,7 @@ class Shared:
     stop: bool
     save: bool
     stages: tuple[int, ...]  # of each rank's part of the save under way
+    rank_losses: tuple[float, ...]  # the mean loss of each rank
     probe: Probe  # of the weights before the step
 
 
@@ -72,12 +73,13 @@ def measure(
     probed = [first_nll, int((first >= 0).sum()), sum(batch.checksums[: len(first)])]
     rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
     sums, most = rows.sum(axis=0), rows.max(axis=0)
+    rank_losses = rows[:, 0] / rows[:, 2].clip(min=1)  # [W]
     step = state.step + 1
     record = StepRecord(
         step=step,
         phase=plan.timeline.at(state.step).phase,
         loss=float(sums[0] / max(1, sums[2])),
-        loss_max_rank=float((rows[:, 0] / rows[:, 2].clip(min=1)).max()),
+        loss_max_rank=float(rank_losses.max()),
         z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
         learning_rate=plan.schedule.rate(state.num_updates),
         grad_norm=update.grad_norm,
@@ -93,7 +95,13 @@ def measure(
     )
     stages = tuple(int(stage) for stage in rows[:, 8])
     probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), world.size, len(first))
-    return record, Shared(stop=bool(most[6]), save=bool(most[7]), stages=stages, probe=probe)
+    return record, Shared(
+        stop=bool(most[6]),
+        save=bool(most[7]),
+        stages=stages,
+        rank_losses=tuple(rank_losses.tolist()),
+        probe=probe,
+    )
 
 
 def evaluate(engine: Engine, plan: Plan, sets: Sequence[ValidationSet], world: World) -> dict[str, float]:

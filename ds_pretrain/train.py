@@ -29,6 +29,7 @@ from ds_pretrain.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     InputError,
+    NeedsPerson,
     NoProgress,
     Preempted,
     RunError,
@@ -85,7 +86,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     require_shared_folder(plan.out, world)
     places = open_places(plan, world)
     cure = _shared(world, lambda: read_cure(plan.out))
-    own = store.find(places, world, tell, cure.abandons)
+    is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
+    own = store.find(places, world, tell, is_left)
     found = own or _origin(plan, wish, world, tell)
     _refuse_step(found, plan, wish)
     origin = None if own is not None else _known(found)
@@ -109,7 +111,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world, tell)
-        watchdog = Watchdog(plan, monitor, places, record.attempt, world, tell)
+        watchdog = Watchdog(plan, monitor, places, record.attempt, state, world, tell)
         parts = _Parts(
             plan, engine, feed, monitor, saver, watchdog, validation_sets(plan, inputs), stop, wish, world
         )
@@ -143,11 +145,16 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         losses, update = take_step(engine, batch, rate, plan.run.model.z_loss, world)
         step, shared = measure(plan, state, batch, losses, update, started, saver, parts.stop, world)
         parts.monitor.step(step)
-        state, verdict = parts.watchdog.judge(state, step, batch.ids)
+        state, verdict = parts.watchdog.judge(state, step, shared.rank_losses, batch.ids)
         saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
+        probe = partial(probe_again, engine, batch, step.step - 1, world)
         if parts.watchdog.wants_back(verdict):
             saver.finish()
-            state = parts.watchdog.roll_back(state, verdict, engine, step.step)
+            try:
+                state = parts.watchdog.roll_back(state, verdict, engine, parts.feed, step.step)
+            except NeedsPerson:
+                saver.save_for_person(state, probe)
+                raise
             saver.gone_back(state)
             continue
         saver.note_health(state)
@@ -161,12 +168,12 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         if parts.validation and validation_due(plan, state):
             parts.monitor.validation(state.step, evaluate(engine, plan, parts.validation, world))
         stops = shared.stop or state.step == parts.wish.stop_after
-        probe = partial(probe_again, engine, batch, step.step - 1, world)
         if stops or state.step == plan.last_step:
             saver.save_surely(state, probe)
         elif shared.save or saver.is_due(state):
             saver.save(state, probe)
         if state.step == plan.last_step:
+            parts.monitor.event("finish", step=state.step)
             saver.ship_rest(SHIP_PATIENCE_SECONDS)
         elif stops:
             parts.monitor.event("stop", step=state.step)
@@ -269,6 +276,7 @@ def _resume(
     monitor.event(
         "resume",
         step=state.step,
+        tokens=plan.timeline.tokens_before(state.step),
         world_size=world.size,
         checkpoint=found.folder.name,
         probe=probed,

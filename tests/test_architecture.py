@@ -27,7 +27,7 @@ LAYERS: dict[str, int] = {
             "errors files reading world rank_files credentials",
             "attribution config complaints paths timeline schedules state record plan interval shares response "
             "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values "
-            "veto known_bad",
+            "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
             "preflight opening probing incidents suspects healing saving shipping step train sample launch watchdog_replay",
             "cli checkpoint_commands verify_resume __main__",

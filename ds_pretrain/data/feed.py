@@ -53,8 +53,8 @@ class Feed:
     def __init__(
         self, sampler: Sampler, sources: Mapping[str, TokenSource], world: World, micro_sequences: int
     ) -> None:
-        self._sampler = sampler
-        self._sources = sources
+        self.sampler = sampler
+        self.sources = sources
         self._world = world
         self._micro_sequences = micro_sequences
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
@@ -74,7 +74,7 @@ class Feed:
         wanted = [
             (step, state.ledger)
             for step in range(state.step, state.step + 1 + _READ_AHEAD_STEPS)
-            if step < self._sampler.timeline.last_step
+            if step < self.sampler.timeline.last_step
         ]
         for key in [k for k in self._ahead if k not in wanted]:
             self._ahead.pop(key).cancel()
@@ -84,6 +84,10 @@ class Feed:
         batch = self._ahead.pop(wanted[0]).result()
         return replace(batch, wait_seconds=perf_counter() - started)
 
+    def read(self, step: int, ledger: SkipLedger) -> Batch:
+        """This rank's part of the update after `step` finished steps, under any ledger: for a look back."""
+        return self._thread.submit(self._read, step, ledger).result()
+
     def first_micro_batches(
         self, state: RunState, num_ranks: int, micro_sequences: int
     ) -> tuple[list[MicroBatch], int]:
@@ -92,11 +96,11 @@ class Feed:
         This rank's part, as many micro-batches on every rank (rows that are not there have ignored labels),
         and the sum of the CRC-32 of all the samples. On as many ranks it is this rank's own first one.
         """
-        ids = self._sampler.ids(state.step, state.ledger)
+        ids = self.sampler.ids(state.step, state.ledger)
         share = len(ids.sample) // num_ranks
         starts = [rank * share for rank in range(num_ranks)]
         rows = np.concatenate(  # [K, T + 1]
-            [read_samples(ids, self._sources, start, start + micro_sequences) for start in starts]
+            [read_samples(ids, self.sources, start, start + micro_sequences) for start in starts]
         )
         checksum = sum(crc32(row.tobytes()) for row in rows)
         per_rank = ceil(len(rows) / self._world.size / self._micro_sequences) * self._micro_sequences
@@ -110,10 +114,10 @@ class Feed:
         return batches, checksum
 
     def _read(self, step: int, ledger: SkipLedger) -> Batch:
-        ids = self._sampler.ids(step, ledger)
+        ids = self.sampler.ids(step, ledger)
         share = len(ids.sample) // self._world.size
         first = self._world.rank * share
-        rows = read_samples(ids, self._sources, first, first + share)  # [S / W, T + 1]
+        rows = read_samples(ids, self.sources, first, first + share)  # [S / W, T + 1]
         return Batch(
             ids=ids,
             micro_batches=tuple(

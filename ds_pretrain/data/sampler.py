@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import Mixture, locate_samples, make_mixture
 from ds_pretrain.data.permute import make_key
-from ds_pretrain.state import SkipLedger
+from ds_pretrain.state import Skip, SkipLedger
 from ds_pretrain.timeline import Timeline
 
 
@@ -63,6 +63,12 @@ class Sampler:
                 draw_of_source[here], self.num_samples[name, seq_len], key
             )
         return SampleIds(step, seq_len, mixture.names, source, epoch, sample, draws)
+
+    def skipped(self, skip: Skip) -> SampleIds:
+        """What an entry of the ledger leaves out, by rising draw."""
+        segment = next(s for s in self.timeline.segments if s.phase == skip.phase)
+        draws = np.arange(skip.start, skip.stop, dtype=np.uint64)
+        return self.at_draws(skip.phase, segment.seq_len, draws, skip.step)
 
 
 def make_sampler(

@@ -13,8 +13,9 @@ import torch
 
 from ds_pretrain import cure, healing
 from ds_pretrain import train as train_module
-from ds_pretrain.data.feed import Batch, MicroBatch
+from ds_pretrain.data.feed import Batch, Feed
 from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.state import SkipLedger
 from ds_pretrain.world import World
 from tests.runs.golden import run_rank
 from tests.scenario import LLAMA, make_run
@@ -42,8 +43,9 @@ class Fault:
     """What goes wrong.
 
     "data": draws [first, stop) teach nonsense, whenever they are read. "state": at the step `first` one
-    rank's moments are ruined, once. "passing": at the step `first` the gradients are far too large, once.
-    "rate": the rate is absurd from step `first` on. "nan": at step `first` one rank's loss is no number.
+    rank's moments are ruined, once. "passing": at the step `first` the update is far too large, once.
+    "rank": as that, and one rank computes the loss of other labels. "rate": the rate is absurd from step
+    `first` on. "nan": at step `first` one rank's loss is no number.
     """
 
     kind: str
@@ -71,19 +73,11 @@ def run_sick(
     With `kill_at`, this process is SIGKILLed at that write point of a rollback, or as it begins to load.
     """
     patch = pytest.MonkeyPatch()
-    take_step, over = train_module.take_step, [met]
+    take_step, read, over = train_module.take_step, Feed._read, [met]
 
     def stepped(engine: Any, batch: Batch, rate: float, *args: Any) -> Any:
         step = batch.ids.step + 1
-        if fault is None:
-            return take_step(engine, batch, rate, *args)
-        if fault.kind == "data":
-            draws = batch.ids.draw
-            if bool(((draws >= fault.first) & (draws < fault.stop)).any()):
-                nonsense = tuple(
-                    MicroBatch(m.input_ids, torch.full_like(m.labels, UNSEEN)) for m in batch.micro_batches
-                )
-                batch = Batch(batch.ids, nonsense, batch.num_valid_tokens, batch.checksums)
+        if fault is None or fault.kind == "data":
             return take_step(engine, batch, rate, *args)
         if fault.kind == "rate":
             return take_step(engine, batch, 30.0 if step >= fault.first else rate, *args)
@@ -94,8 +88,11 @@ def run_sick(
             for state in engine._engine.optimizer.optimizer.state.values():
                 state["exp_avg"].fill_(1.0)
                 state["exp_avg_sq"].fill_(1e-12)
-        if fault.kind == "passing":
+        if fault.kind in ("passing", "rank"):
             rate = 3.0
+        if fault.kind == "rank" and world.rank == fault.rank:
+            for micro in batch.micro_batches:
+                micro.labels.fill_(UNSEEN)
         if fault.kind == "nan" and world.rank == fault.rank:
             backward = ZeroEngine.backward
             with pytest.MonkeyPatch.context() as once:
@@ -103,11 +100,24 @@ def run_sick(
                 return take_step(engine, batch, rate, *args)
         return take_step(engine, batch, rate, *args)
 
+    def poisoned(self: Feed, step: int, ledger: SkipLedger) -> Batch:
+        batch, first = read(self, step, ledger), world.rank
+        share = len(batch.checksums)
+        draws = batch.ids.draw[first * share : (first + 1) * share]  # [S / W]
+        assert fault is not None
+        is_bad = torch.from_numpy((draws >= fault.first) & (draws < fault.stop))
+        rows = iter(is_bad.split([len(m.labels) for m in batch.micro_batches]))
+        for micro in batch.micro_batches:
+            micro.labels[next(rows)] = UNSEEN
+        return batch
+
     def point(name: str) -> None:
         if name == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     patch.setattr(train_module, "take_step", stepped)
+    if fault is not None and fault.kind == "data":
+        patch.setattr(Feed, "_read", poisoned)
     patch.setattr(cure, "write_point", point)
     if kill_at == "load":
         patch.setattr(healing.store, "restore", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
