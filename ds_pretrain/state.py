@@ -46,7 +46,7 @@ class SkipLedger:
         return trained
 
     def num_before(self, trained: Mapping[str, int]) -> int:
-        """The skipped draws that lie before what is read next, after so many trained samples of each phase."""
+        """Skipped draws before what is read next, after so many trained samples of each phase."""
         return sum(int(self.draws(phase, count, 1)[0]) - count for phase, count in trained.items())
 
     def with_skip(self, skip: Skip) -> "SkipLedger":

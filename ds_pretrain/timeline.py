@@ -142,6 +142,15 @@ class Timeline:
         segment = self.at(step)
         return segment.first_draw + (step - segment.first_step) * segment.sequences
 
+    def trained_by_phase(self, step: int) -> dict[str, int]:
+        """Samples of each phase begun so far that the first `step` steps trained on."""
+        trained: dict[str, int] = {}
+        for segment in self.segments:
+            steps = min(step, segment.end_step) - segment.first_step
+            if steps >= 0:
+                trained[segment.phase] = segment.first_draw + steps * segment.sequences
+        return trained
+
     def _touching(self, step: int) -> Segment:
         return self.segments[-1] if step == self.last_step else self.at(step)
 
