@@ -21,7 +21,7 @@ from ds_pretrain.record import StepRecord
 from ds_pretrain.response import Response, after_rollback, respond
 from ds_pretrain.state import Rollback, RunState
 from ds_pretrain.suspects import find_suspects, offending_steps
-from ds_pretrain.watchdog import Verdict, judge
+from ds_pretrain.watchdog import Verdict, judge, norm_limit
 from ds_pretrain.world import World, from_main
 
 
@@ -43,6 +43,11 @@ class Watchdog:
         self._attempt, self._tell = attempt, tell
         self._incidents = Incidents(plan, monitor, world, tell)
         self._incidents.begin(state)
+
+    def norm_limit(self, state: RunState) -> float | None:
+        """The gradient norm above which the update after `state` is dropped; None: none is."""
+        phase = self._plan.timeline.at(state.step).phase
+        return norm_limit(self._plan.run.watchdog, state.watchdog, phase)
 
     def judge(
         self, state: RunState, record: StepRecord, rank_losses: RankLosses, ids: SampleIds

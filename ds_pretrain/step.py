@@ -32,9 +32,14 @@ class Shared:
 
 
 def take_step(
-    engine: Engine, batch: Batch, rate: float, z_loss: float | None, world: World
+    engine: Engine,
+    batch: Batch,
+    rate: float,
+    z_loss: float | None,
+    world: World,
+    norm_limit: float | None = None,
 ) -> tuple[Tensor, Update]:
-    """One update on this rank's part of the global batch.
+    """One update on this rank's part of the global batch, dropped if its gradient norm is above the limit.
 
     This rank's sums of cross-entropy and z-loss, and of the cross-entropy of the first micro-batch: [3].
 
@@ -50,7 +55,7 @@ def take_step(
         engine.backward((nll + z) * scale)
         first = nll.detach() if place == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
-    return sums, engine.step(rate)
+    return sums, engine.step(rate, norm_limit)
 
 
 def measure(
