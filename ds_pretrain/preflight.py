@@ -23,6 +23,7 @@ from ds_pretrain.monitor.timings import read_timings
 from ds_pretrain.plan import Plan, check_world
 from ds_pretrain.run_directory import directory_problems
 from ds_pretrain.timeline import accumulation, to_steps, worlds_that_divide
+from ds_pretrain.veto import drop_problems
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
         problems += check_source(source, phase.seq_len, vocab_size) if vocab_size else []
     problems += _tokenizer_problems(inputs)
     problems += directory_problems(plan, inputs.data)
+    problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
         problems += check_deepspeed(

@@ -62,13 +62,9 @@ def drop_problems(
         )
     zero = config["zero_optimization"]
     devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
-    bf16, data_types = config.get("bf16") or {}, config.get("data_types") or {}
-    has_own_optimizer = zero_stage(config) == 1 and data_types.get("grad_accum_dtype") == "fp32"
-    if uses_bf16(config) and zero_stage(config) < 3 and not has_own_optimizer:
-        if bf16.get("check_grad_overflow") is False:
-            yield _needs(
-                "`bf16.check_grad_overflow` = true", name, run_name, "else ZeRO-1 and 2 look at no norm"
-            )
+    unchecked = uses_bf16(config) and config["bf16"].get("check_grad_overflow") is False
+    if unchecked and zero_stage(config) < 3:
+        yield _needs("`bf16.check_grad_overflow` = true", name, run_name, "else it applies any update")
     if "nvme" in devices:
         yield _needs("no offload to nvme", name, run_name, 'use "cpu" or none')
     if (config.get("torch_autocast") or {}).get("enabled") is True:

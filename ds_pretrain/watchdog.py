@@ -5,75 +5,29 @@ comes to the same verdict. A value is judged before it enters the statistics, an
 found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, log
 from statistics import fmean
-from typing import Literal, Protocol
 
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.robust import Usual, accept, num_last_above, num_recent, score
+from ds_pretrain.verdict import OK as OK
+from ds_pretrain.verdict import Action, Judged, StepLike, is_warm, longer
+from ds_pretrain.verdict import Kind as Kind
+from ds_pretrain.verdict import Verdict as Verdict
 from ds_pretrain.watchdog_memory import Memory as Memory
 from ds_pretrain.watchdog_memory import Stretch
-
-Action = Literal["ok", "watch", "roll_back"]
-Kind = Literal[
-    "blip",  # the loss was high for one step, and is not any more
-    "spike",  # the loss is high, or was for several steps; may still heal
-    "lasting_spike",  # it was given `patience` and did not heal
-    "drift",  # the loss rises slowly
-    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
-    "norm_rise",  # the gradient norm rises; the loss has not moved yet
-    "frozen_norm",  # the gradient norm is the same number again and again
-    "non_finite",  # loss or norm is no number, or negative
-    "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
-]
+from ds_pretrain.watchdog_norm import ONSET_REACH as ONSET_REACH
+from ds_pretrain.watchdog_norm import ONSET_SHARE, judge_norm, judge_same_norm
+from ds_pretrain.watchdog_norm import norm_limit as norm_limit
 
 LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
-NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
-SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
 DRIFT_SPREADS = 1.5  # a drift is at least that many spreads, whatever `drift` allows
-ONSET_SHARE = 1 / 6  # of the threshold: a spike began where values without a gap exceed it
-ONSET_REACH = 5  # steps before the threshold was passed, at most
 HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
 CALM_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
 MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
 GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
-
-
-class StepLike(Protocol):
-    """What is judged of a step; StepRecord has it, and so has a point of a recorded curve."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def loss_max_rank(self) -> float: ...
-    @property
-    def grad_norm(self) -> float | None: ...
-    @property
-    def update_applied(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What to do about a step, and why."""
-
-    action: Action = "ok"
-    kind: Kind | None = None  # with "ok": what has just healed
-    onset: int | None = None  # the step where it began
-    message: str = ""  # for a person
-
-    @property
-    def roll_back(self) -> bool:
-        return self.action == "roll_back"
-
-
-OK = Verdict()
-Judged = tuple[Memory, Verdict]
 
 
 def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm: bool = True) -> Judged:
@@ -92,13 +46,16 @@ def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm:
     else:  # level shifts are expected here: what was usual is not any more
         memory = Memory(step=record.step, phase=record.phase)
     memory, guessing = _judge_guessing(settings, memory, record)
-    memory, frozen = _judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
+    memory, frozen = judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
     memory, loss = _judge_loss(settings, memory, record, stride)
     memory, drift = _judge_drift(settings, memory)
-    memory, norm = _judge_norm(settings, memory, record.grad_norm if has_norm else None, stride)
+    memory, norm = judge_norm(settings, memory, record, stride) if has_norm else (memory, OK)
     verdict = min((loss, drift, guessing, frozen, norm), key=_severity)  # the first of the gravest
     if verdict.roll_back:
         memory = Memory(step=record.step, phase=record.phase)
+    elif has_norm and record.update_applied is False:  # that comes first, and what else was seen behind it
+        messages = [norm.message] + [verdict.message] * (verdict is not norm)
+        verdict = replace(norm, message="; ".join(messages))
     return memory, verdict
 
 
@@ -111,16 +68,9 @@ def _is_finite(record: StepLike, has_norm: bool) -> bool:
     return all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 
-def _longer(stretch: Stretch | None, step: int, num_before: int = 0, stride: int = 1) -> Stretch:
-    """The stretch with one more step, or a new one that began `num_before` steps earlier."""
-    if stretch is None:
-        return Stretch(step - num_before * stride, num_before + 1)
-    return replace(stretch, num_steps=stretch.num_steps + stretch.num_calm + 1, num_calm=0)
-
-
 def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
     """Such values enter no statistics. Told to roll back once a streak: more would say nothing new."""
-    streak = _longer(memory.non_finite, record.step)
+    streak = longer(memory.non_finite, record.step)
     memory = replace(memory, step=record.step, non_finite=streak)
     norm = "none" if record.grad_norm is None else f"{record.grad_norm:g}"
     message = (
@@ -136,7 +86,7 @@ def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLik
 def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
     if record.loss <= GUESSING:
         return (replace(memory, guessing=None) if memory.guessing else memory), OK
-    stretch = _longer(memory.guessing, record.step)
+    stretch = longer(memory.guessing, record.step)
     memory = replace(memory, guessing=stretch)
     if stretch.num_steps < settings.patience:
         return memory, OK  # a start from bad weights looks like this, and is over soon
@@ -147,24 +97,9 @@ def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike)
     return memory, Verdict("roll_back", "worse_than_guessing", stretch.onset, message)
 
 
-def _judge_same_norm(settings: WatchdogSection, memory: Memory, norm: float | None) -> Judged:
-    """The same norm of different batches, to the last bit, is not a norm of their gradients."""
-    if norm is None and memory.last_norm is None:
-        return memory, OK
-    if norm is None or norm != memory.last_norm:
-        return replace(memory, last_norm=norm, same_norm=None), OK
-    stretch = _longer(memory.same_norm, memory.step)
-    memory = replace(memory, same_norm=stretch)
-    if 2 * stretch.num_steps < settings.patience:
-        return memory, OK
-    message = f"the gradient norm is {norm:g} at {stretch.num_steps} more steps since step {stretch.onset}"
-    action: Action = "roll_back" if stretch.num_steps >= settings.patience else "watch"
-    return memory, Verdict(action, "frozen_norm", stretch.onset, message)
-
-
 def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, stride: int) -> Judged:
     usual = memory.loss
-    if not _is_warm(settings, usual):
+    if not is_warm(settings, usual):
         return replace(memory, loss=accept(usual, record.loss, settings.window)), OK
     floor = _loss_floor(usual)
     sigmas = score(usual, record.loss, floor)
@@ -172,7 +107,7 @@ def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, str
         return _calmer(settings, memory, memory.spike, record)
     if memory.spike is not None or sigmas > settings.loss_sigmas:
         num_before = num_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
-        spike = _longer(memory.spike, record.step, num_before, stride)
+        spike = longer(memory.spike, record.step, num_before, stride)
         before = _level_before_fall(settings, memory)
         highest = 0.0 if before is None else before + settings.loss_sigmas * max(usual.spread, floor)
         if spike.num_steps >= settings.patience and record.loss <= highest:
@@ -181,11 +116,6 @@ def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, str
     if sigmas < -settings.loss_sigmas:
         return _judge_fall(settings, memory, record, sigmas)
     return replace(memory, fall=None, loss=accept(usual, record.loss, settings.window)), OK
-
-
-def _is_warm(settings: WatchdogSection, usual: Usual) -> bool:
-    """Whether enough is known to judge by: a quarter of the window."""
-    return len(usual.residuals) >= max(1, settings.window // 4)
 
 
 def _loss_floor(usual: Usual) -> float:
@@ -219,7 +149,7 @@ def _calmer(settings: WatchdogSection, memory: Memory, spike: Stretch, record: S
 
 def _judge_fall(settings: WatchdogSection, memory: Memory, record: StepLike, sigmas: float) -> Judged:
     """A lower loss does no harm, but may mean that the data are not what they should be."""
-    fall = _longer(memory.fall, record.step)
+    fall = longer(memory.fall, record.step)
     message = (
         f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.centre:.4g}, since step "
         f"{fall.onset}: too easy or repeated data, or a change of rate?"
@@ -250,7 +180,7 @@ def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
     """A rise of the mean of recent losses above the lowest level so far, in share and in spreads."""
     usual = memory.loss
     is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
-    if is_open or not _is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
+    if is_open or not is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
         return memory, OK
     slow = _slow_level(settings, memory)
     lowest = slow if memory.lowest_level is None else min(slow, memory.lowest_level)
@@ -278,23 +208,3 @@ def _slow_level(settings: WatchdogSection, memory: Memory) -> float:
     if memory.slow_level is None:
         return usual.centre
     return memory.slow_level + (usual.recent[-1] - memory.slow_level) * min(1.0, 4 / settings.window)
-
-
-def _judge_norm(settings: WatchdogSection, memory: Memory, norm: float | None, stride: int) -> Judged:
-    """A high norm alone is watched, never rolled back: many bursts leave no trace in the loss."""
-    usual = memory.norm
-    if norm is None or memory.spike is not None or memory.fall is not None:
-        return memory, OK
-    value = log(max(norm, SMALLEST_NORM))
-    if not _is_warm(settings, usual) or (sigmas := score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas:
-        return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
-    num_before = num_last_above(usual, settings.norm_sigmas * ONSET_SHARE, NORM_FLOOR, ONSET_REACH)
-    rise = _longer(memory.norm_rise, memory.step, num_before, stride)
-    message = (
-        f"gradient norm {norm:.4g} is {sigmas:.1f} spreads above the usual, since step {rise.onset}; "
-        "the loss has not moved"
-    )
-    verdict = Verdict("watch", "norm_rise", rise.onset, message)
-    if rise.num_steps < settings.window:
-        return replace(memory, norm_rise=rise), verdict
-    return replace(memory, norm_rise=None, norm=Usual()), verdict  # this is the new level

@@ -35,7 +35,7 @@ class Point:
     loss_max_rank: float
     grad_norm: float | None = None
     has_norm: bool = True  # False: not recorded, rather than not finite
-    update_applied: bool = False  # not recorded in a CSV file
+    update_applied: bool | None = None  # not recorded in a CSV file
     phase: str = ""
 
 

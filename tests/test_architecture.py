@@ -29,7 +29,7 @@ LAYERS: dict[str, int] = {
             "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "preflight opening probing incidents suspects healing saving shipping step train sample launch watchdog_replay",
+            "preflight opening probing incidents suspects healing saving shipping step train sample launch watchdog_replay audit",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -46,6 +46,7 @@ SEES_SIBLING = {
     ("step", "saving"),
     ("saving", "shipping"),
     *(("train", part) for part in ("opening", "probing", "saving", "healing", "shipping", "step")),
+    ("audit", "preflight"),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
     ("cli", "verify_resume"),

@@ -228,3 +228,45 @@ def test_what_the_advice_needs_is_one_line(tmp_path: Path) -> None:
 def test_check_ends_with_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(make_run(tmp_path))]) == 0
     assert capsys.readouterr().out.splitlines()[-2].startswith("saves      advice on checkpoint.every needs")
+
+
+def _with_config(config: dict[str, object], zero: dict[str, object]) -> dict[str, object]:
+    base = deepspeed_json(3)
+    return {**base, **config, "zero_optimization": {**base["zero_optimization"], **zero}}
+
+
+@pytest.mark.parametrize(
+    ("config", "zero", "needs"),
+    [
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            {"stage": 2},
+            "`bf16.check_grad_overflow` = true in {json}: else it applies any update",
+        ),
+        (
+            {},
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            'no offload to nvme in {json}: use "cpu" or none',
+        ),
+        ({"torch_autocast": {"enabled": True}}, {}, "`torch_autocast` off in {json}: use bf16"),
+    ],
+    ids=["no check", "nvme", "autocast"],
+)
+def test_updates_are_not_dropped_where_that_is_not_known_to_be_exact(
+    tmp_path: Path, config: dict[str, object], zero: dict[str, object], needs: str
+) -> None:
+    run_file = make_run(tmp_path, deepspeed=_with_config(config, zero))
+    assert problems_of(load_plan(run_file)) == []
+    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=20"])) == [
+        f"{run_file}: watchdog.drop_sigmas needs {needs.format(json=tmp_path / 'deepspeed.json')}; "
+        "or delete drop_sigmas"
+    ]
+
+
+def test_a_limit_within_the_usual_norms_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=8"])) == []
+    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=7.5"])) == [
+        f"{run_file}: watchdog.drop_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so norms that count as "
+        "usual would be dropped, and the spread would shrink with each; raise the one or lower the other"
+    ]

@@ -12,7 +12,7 @@ import pytest
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.record import StepRecord
 from ds_pretrain.robust import Usual, num_recent, score
-from ds_pretrain.watchdog import GUESSING, OK, Verdict, judge
+from ds_pretrain.watchdog import GUESSING, OK, Verdict, judge, norm_limit
 from ds_pretrain.watchdog_memory import Memory
 from ds_pretrain.watchdog_replay import Point
 
@@ -377,6 +377,144 @@ def test_norm_sigmas_non_finite_and_drift_are_thresholds_too() -> None:
     rising = [replace(p, loss=p.loss * (1 + 0.0003 * t)) for t, p in enumerate(after(BEFORE, 300))]
     assert first_roll_back([*BEFORE, *rising])[1].kind == "drift"
     assert not any(v.roll_back for _, v in said([*BEFORE, *rising], WatchdogSection(drift=0.2)))
+
+
+# Dropping
+
+DROPPING = WatchdogSection(drop_sigmas=20.0)
+
+
+def wild(points: Sequence[Point], norm: float = 50.0) -> list[Point]:
+    return [replace(p, grad_norm=norm) for p in points]
+
+
+def trained(
+    points: Sequence[Point], settings: WatchdogSection = DROPPING, memory: Memory | None = None
+) -> tuple[list[bool], list[Verdict], Memory]:
+    """As in a run: what is above the limit is not applied. Whether each was, its verdict, and the memory."""
+    memory, applied, verdicts = memory or Memory(), [], []
+    for point in points:
+        limit = norm_limit(settings, memory, point.phase)
+        applied.append(limit is None or point.grad_norm is None or point.grad_norm <= limit)
+        memory, verdict = judge(settings, memory, replace(point, update_applied=applied[-1]))
+        verdicts.append(verdict)
+    return applied, verdicts, memory
+
+
+def test_the_limit_is_where_a_norm_lies_drop_sigmas_above_the_usual() -> None:
+    _, memory = judged(BEFORE)
+    for sigmas in (8.0, 20.0):
+        limit = norm_limit(WatchdogSection(drop_sigmas=sigmas), memory, "main")
+        assert limit is not None
+        assert score(memory.norm, math.log(limit), 0.05) == pytest.approx(sigmas)
+    falling = replace(memory, norm=replace(memory.norm, lag=-3.0))
+    limit = norm_limit(DROPPING, falling, "main")
+    assert limit is not None
+    assert score(falling.norm, math.log(limit), 0.05) == pytest.approx(20.0)
+    assert limit > math.exp(memory.norm.centre)
+
+
+def test_a_steady_norm_has_a_limit_of_so_many_times_five_percent() -> None:
+    steady = [replace(p, grad_norm=NORM + 1e-5 * (p.step % 7)) for p in BEFORE]
+    limit = norm_limit(DROPPING, judged(steady)[1], "main")
+    assert limit == pytest.approx(NORM * math.exp(20 * 0.05), rel=1e-3)
+
+
+def test_a_limit_that_no_float_can_hold_is_the_highest_that_one_can() -> None:
+    assert math.isfinite(norm_limit(WatchdogSection(drop_sigmas=1e9), judged(BEFORE)[1], "main") or math.inf)
+
+
+@pytest.mark.parametrize(
+    ("settings", "points", "phase"),
+    [
+        (DEFAULTS, BEFORE, "main"),
+        (WatchdogSection(drop_sigmas=20.0, mode="observe"), BEFORE, "main"),
+        (WatchdogSection(drop_sigmas=20.0, mode="off"), BEFORE, "main"),
+        (DROPPING, BEFORE[:50], "main"),
+        (DROPPING, BEFORE, "the next phase"),
+    ],
+    ids=["not asked for", "observe", "off", "too little known", "new phase"],
+)
+def test_nothing_is_dropped(settings: WatchdogSection, points: list[Point], phase: str) -> None:
+    _, memory = judged(points, replace_mode(settings))
+    assert norm_limit(settings, memory, phase) is None
+    assert norm_limit(DROPPING, judged(BEFORE[:51])[1], "main") is not None
+
+
+def replace_mode(settings: WatchdogSection) -> WatchdogSection:
+    """The same, but judging."""
+    return settings.model_copy(update={"mode": "act"})
+
+
+def test_a_single_wild_update_is_dropped_and_said_and_enters_no_statistics() -> None:
+    _, before = judged(BEFORE)
+    applied, [verdict], memory = trained(wild(after(BEFORE, 1)), memory=before)
+    assert applied == [False]
+    assert (verdict.action, verdict.kind) == ("watch", "norm_rise")
+    assert verdict.onset in range(NEXT - 2, NEXT + 1)  # two norms before it were a little high by chance
+    assert re.fullmatch(
+        r"update dropped for its gradient norm of 50, \d+\.\d spreads above the usual 0\.[23]\d* "
+        rf"\(watchdog\.drop_sigmas = 20\); high since step {verdict.onset}; weights and moments are as they were",
+        verdict.message,
+    )
+    assert memory.norm == before.norm
+    assert memory.non_finite is None
+    applied, verdicts, memory = trained(after([*BEFORE, BEFORE[-1]], 30), memory=memory)
+    assert all(applied)
+    assert set(verdicts) == {OK}
+    assert memory.norm_rise is None
+
+
+def test_a_dropped_update_is_said_before_what_else_was_seen_of_it() -> None:
+    _, memory = judged(BEFORE)
+    _, [verdict], memory = trained(raised(wild(after(BEFORE, 1)), 2.0), memory=memory)
+    assert (verdict.action, verdict.kind) == ("watch", "norm_rise")
+    assert "as they were; loss 5." in verdict.message
+    assert memory.spike is not None
+    _, verdicts, _ = trained(after([*BEFORE, BEFORE[-1]], 5), memory=memory)
+    assert [v.kind for v in verdicts if v != OK] == ["blip"]
+
+
+def test_an_update_that_was_dropped_before_anything_is_known_is_said_too() -> None:
+    memory, verdict = judge(DEFAULTS, Memory(), replace(healthy(1)[0], update_applied=False))
+    assert (verdict.action, verdict.kind) == ("watch", "norm_rise")
+    assert re.fullmatch(
+        r"update dropped for its gradient norm of 0\.\d+; high since step 1; weights .* were", verdict.message
+    )
+    assert memory.norm == Usual()
+
+
+def test_when_half_the_patience_was_high_in_a_row_training_goes_on_and_the_level_is_learned_anew() -> None:
+    _, memory = judged(BEFORE)
+    higher = [replace(p, grad_norm=5 * (p.grad_norm or 0)) for p in after(BEFORE, 400)]
+    applied, verdicts, memory = trained(higher, memory=memory)
+    assert 10 <= applied.index(True) <= DEFAULTS.patience // 2
+    assert all(applied[applied.index(True) :])
+    assert not any(v.roll_back for v in verdicts)
+    assert memory.norm.centre == pytest.approx(math.log(5 * NORM), abs=0.1)
+    assert norm_limit(DROPPING, memory, "main") is not None
+
+
+def test_in_a_spike_updates_are_dropped_for_half_its_patience_so_that_it_may_heal() -> None:
+    _, memory = judged(BEFORE)
+    sick = raised(wild(after(BEFORE, 25)), 0.5)
+    applied, verdicts, _ = trained([*sick, *after([*BEFORE, *sick], 100, 2)], memory=memory)
+    assert 10 <= applied.index(True) <= DEFAULTS.patience // 2
+    assert all(applied[applied.index(True) :])
+    assert not any(v.roll_back for v in verdicts)
+    assert norm_limit(DROPPING, trained([*BEFORE, *sick, *after([*BEFORE, *sick], 9)])[2], "main")
+
+
+def test_a_spike_that_lasts_is_rolled_back_for_though_updates_were_dropped() -> None:
+    _, memory = judged(BEFORE)
+    _, verdicts, _ = trained(raised(wild(after(BEFORE, 40)), 0.5), memory=memory)
+    assert [v.kind for v in verdicts if v.roll_back] == ["lasting_spike"]
+
+
+def test_a_loss_that_is_no_number_is_a_streak_though_the_update_was_dropped_for_its_norm() -> None:
+    _, memory = judged(BEFORE)
+    bad = replace(after(BEFORE, 1)[0], loss=math.nan, grad_norm=50.0, update_applied=False)
+    assert judge(DROPPING, memory, bad)[1].kind == "non_finite"
 
 
 # Properties of the machine

@@ -23,7 +23,7 @@ def config(stage: int, bf16: bool = False, **zero: Any) -> dict[str, Any]:
     return {**base, "zero_optimization": {**base["zero_optimization"], **zero}}
 
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 CONFIGS = {
     **{f"zero{stage}_fp32": config(stage) for stage in (1, 2, 3)},
     **{f"zero{stage}_bf16": config(stage, bf16=True) for stage in (1, 2, 3)},
