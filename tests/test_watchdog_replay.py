@@ -13,7 +13,7 @@ from ds_pretrain import cli
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.watchdog import OK, Verdict
-from ds_pretrain.watchdog_plot import terminal_plot
+from ds_pretrain.watchdog_plot import terminal_plot, text_plot
 from ds_pretrain.watchdog_replay import Point, incidents, read_csv, read_recording, replay, report
 from tests.scenario import make_run
 from tests.test_watchdog import BEFORE, NEXT, after, broken, raised
@@ -178,3 +178,17 @@ def test_a_plot_needs_a_finite_loss() -> None:
     flat = [replace(p, loss=2.0) for p in BEFORE[:5]]
     assert terminal_plot(flat, [OK] * 5).splitlines()[0].split() == ["2", "-----"]
     assert math.isnan(points[0].loss)
+
+
+def test_a_plot_of_any_size_shows_in_each_column_the_mark_that_comes_first_in_the_legend() -> None:
+    points = [Point(step, 2.0 if step < 8 else 4.0, 2.0, 1.0) for step in range(1, 13)]
+    legend = {"A": "worst", "b": "bad"}
+    lines = text_plot(points, list("     b bbA b"), "marks", legend, width=6, height=3).splitlines()
+    assert lines == [
+        "        4    |--",
+        "             |",
+        "        2 ---|",
+        "marks       bbAb",
+        "step      1   12   A worst  b bad",
+    ]
+    assert text_plot([], [], "marks", legend, 6, 3) == "no finite loss to plot"

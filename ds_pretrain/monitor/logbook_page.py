@@ -98,7 +98,9 @@ def _restart_note(record: Record, before: Record | None, ended: bool) -> str:
     if before is None:
         return ""
     was, now = before.get("world_size"), record.get("world_size")
-    note = f" The number of ranks changed: {number(was)} -> {number(now)}." if was and was != now else ""
+    note = (
+        f" The number of ranks changed: {number(was)} -> {number(now)}." if was and now and was != now else ""
+    )
     if not ended:
         note += " The start before left no word of its end: it was killed, or it failed."
     return note
@@ -189,7 +191,8 @@ def _parts(entry: Entry) -> Iterator[str]:
         yield f"## {escaped(first.get('trouble', 'Trouble'))}, no response"
         yield from verdict(first)
     elif entry.kind == "small":
-        yield f"## Small things, steps {ranges([r['step'] for r in entry.records if 'step' in r], 1)}"
+        steps = [r["step"] for r in entry.records if "step" in r] or [0]
+        yield f"## Small things, steps {min(steps):,} to {max(steps):,}"
         yield from _small(entry.records)
     else:
         yield from _single(first, entry.note)

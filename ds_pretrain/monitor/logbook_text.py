@@ -1,6 +1,5 @@
 """Words, numbers and times for the logbook's page, safe in Markdown whatever the data holds."""
 
-import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -65,7 +64,7 @@ def known(record: Record, *fields: str) -> Any:
 def when(record: Record) -> str:
     """The time of a record, UTC, to the second."""
     seconds = record.get("time")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return "time unknown"
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
