@@ -152,6 +152,13 @@ def watchdog_command(words: argparse.Namespace) -> int:
     return judge_recording(words)
 
 
+def audit_command(words: argparse.Namespace) -> int:
+    """Prove which samples a run was trained on, or show them."""
+    from ds_pretrain.audit.command import audit_command as audit
+
+    return audit(words)
+
+
 def _world_source(words: argparse.Namespace) -> str:
     if words.hostfile is not None:
         return f"--hostfile {words.hostfile}"
@@ -188,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_verify_resume,
         _add_sample,
         _add_watchdog,
+        _add_audit,
     ):
         add(commands)
     return parser
@@ -303,6 +311,31 @@ def _add_watchdog(commands: Commands) -> None:
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the plot there")
     parser.set_defaults(call=watchdog_command)
+
+
+def _add_audit(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "audit", help="prove which samples a run was trained on, or show those of a step"
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory or a run file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="as `sources.web=PATH`, for data that moved"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="show the text that step N read")
+    parser.add_argument("--rank", type=int, metavar="R", help="of --step: what this rank read, whole")
+    parser.add_argument(
+        "--attempt",
+        type=int,
+        metavar="A",
+        help="of --step: as it was taken in that start (default: the last)",
+    )
+    parser.add_argument(
+        "--skipped", action="store_true", help="list every sample that was skipped, one a line"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="read every step again (default: 1,000), and count every sample"
+    )
+    parser.set_defaults(call=audit_command)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,162 @@
+"""`ds-pretrain audit RUN`: proves which samples a run was trained on, and shows what a step read.
+
+Everything is computed again from the run file, the ledger and the data, and held against what the run wrote
+down as it trained. Nothing is changed, anywhere.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_pretrain.audit.facts import report
+from ds_pretrain.audit.history import Taken, read_history
+from ds_pretrain.audit.proof import batch_checksum, prove, union
+from ds_pretrain.audit.run import Audited, opened
+from ds_pretrain.data.passages import Passage, passages
+from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, InputError
+from ds_pretrain.monitor.sinks import say
+
+_SHORT = 200  # characters of a sample, unless one rank's are asked for
+_CHUNK = 1 << 16  # draws named at once
+
+
+def audit_command(words: Any) -> int:
+    """Prove the run, show a step, or list what was skipped; 1 if something does not hold."""
+    _refuse_contradictions(words)
+    with opened(Path(words.run), words.overrides) as run:
+        if words.step is not None:
+            lines = shown_step(run, words.step, words.rank, words.attempt)
+        elif words.skipped:
+            lines = skipped_samples(run)
+        else:
+            history = read_history(run)
+            proof = prove(run, history, words.all)
+            _print(report(run, history, proof))
+            return EXIT_FAILED if proof.problems else EXIT_FINISHED
+        _print(lines)
+        return EXIT_FINISHED
+
+
+def _refuse_contradictions(words: Any) -> None:
+    alone = [name for name in ("rank", "attempt") if getattr(words, name) is not None and words.step is None]
+    problems = [f"--{name} belongs to --step; name the step too" for name in alone]
+    if words.skipped and words.step is not None:
+        problems.append("--skipped and --step are two questions; ask one at a time")
+    if words.all and (words.skipped or words.step is not None):
+        problems.append("--all belongs to the audit of the whole run; leave out --skipped and --step")
+    if problems:
+        raise InputError(problems)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        if not say(sys.stdout, line):
+            break  # nobody reads any more
+
+
+def skipped_samples(run: Audited) -> Iterator[str]:
+    """A line of tab-separated words for every sample that the ledger skips; overlaps are listed once."""
+    yield "skip\tphase\tdraw\tsource\tepoch\tsample"
+    for number, skip in enumerate(run.ledger.skips, 1):
+        before = union([(s.start, s.stop) for s in run.ledger.skips[: number - 1] if s.phase == skip.phase])
+        for start in range(skip.start, skip.stop, _CHUNK):
+            draws = np.arange(start, min(start + _CHUNK, skip.stop), dtype=np.uint64)
+            for first, stop in before:
+                draws = draws[(draws < first) | (draws >= stop)]
+            ids = run.sampler.at_draws(skip.phase, seq_len_of(run, skip.phase), draws, skip.step)
+            for draw, (source, epoch, sample) in zip(draws.tolist(), ids.listed(), strict=True):
+                yield f"{number}\t{skip.phase}\t{draw}\t{source}\t{epoch}\t{sample}"
+
+
+def seq_len_of(run: Audited, phase: str) -> int:
+    """Tokens of a sample of a phase."""
+    return next(s.seq_len for s in run.plan.timeline.segments if s.phase == phase)
+
+
+def shown_step(run: Audited, step: int, rank: int | None, attempt: int | None) -> Iterator[str]:
+    """What a step read, as it was taken in the attempt or the last time.
+
+    Raises:
+        InputError: the step is not recorded, not in that attempt, or had no such rank.
+    """
+    history = read_history(run, step)
+    every = history.taken
+    chosen = [taken for taken in every if attempt in (None, taken.attempt)]
+    if not every:
+        raise InputError(
+            f"step {step:,} is not in {run.out / 'metrics.jsonl'}, whose newest is step {history.newest:,} "
+            f"of {run.plan.last_step:,}; name one that was recorded"
+        )
+    if not chosen:
+        attempts = ", ".join(str(number) for number in sorted({taken.attempt for taken in every}))
+        raise InputError(f"attempt {attempt} did not take step {step:,}; those that did: {attempts}")
+    taken = chosen[-1]
+    ids = run.sampler.ids(step - 1, run.ledger_of(taken.num_skips))
+    _refuse_rank(taken, rank, step)
+    return _step_lines(run, ids, taken, [t for t in every if t is not taken], rank)
+
+
+def _refuse_rank(taken: Taken, rank: int | None, step: int) -> None:
+    if rank is not None and taken.world_size is None:
+        raise InputError(
+            f"--rank {rank}: the record of how attempt {taken.attempt} began is lost, and with it the number "
+            "of ranks; leave out --rank"
+        )
+    if rank is not None and not 0 <= rank < (taken.world_size or 0):
+        raise InputError(
+            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {taken.world_size} ranks, "
+            f"0 to {(taken.world_size or 0) - 1}"
+        )
+
+
+def _step_lines(
+    run: Audited, ids: SampleIds, taken: Taken, others: Sequence[Taken], rank: int | None
+) -> Iterator[str]:
+    num_samples = len(ids.sample)
+    ranks = "an unknown number of ranks" if taken.world_size is None else f"{taken.world_size} ranks"
+    yield (
+        f"step       {ids.step + 1:,} of attempt {taken.attempt}: {num_samples:,} samples on {ranks}, "
+        f"{taken.num_skips} skips in force"
+    )
+    for other in others:
+        yield (
+            f"also       taken in attempt {other.attempt} on {other.world_size or 'unknown'} ranks, "
+            f"{other.num_skips} skips in force, "
+            f"{'the same' if other.checksum == taken.checksum else 'other'} samples"
+        )
+    read = batch_checksum(run, ids)
+    if read == taken.checksum:
+        yield "checksum   as recorded: these are the samples that were read"
+    else:
+        yield (
+            f"checksum   {read}, and {taken.checksum} was recorded: these are NOT the samples that were "
+            "read; `ds-pretrain audit RUN` says what does not hold"
+        )
+    share = num_samples // (taken.world_size or 1)
+    places = range(num_samples) if rank is None else range(rank * share, (rank + 1) * share)
+    for place, passage in zip(places, passages(ids, places, run.sources), strict=True):
+        whose = "" if taken.world_size is None else f"rank {place // share}, "
+        yield f"--- {whose}{_place_words(passage, int(ids.draw[place]))}"
+        yield _legible(passage.text) if rank is not None else _shortened(passage.text)
+
+
+def _place_words(passage: Passage, draw: int) -> str:
+    documents = ", ".join(map(str, passage.documents))
+    return (
+        f"draw {draw}: {passage.source}, epoch {passage.epoch}, sample {passage.sample}, "
+        f"document{'s' if len(passage.documents) > 1 else ''} {documents}"
+    )
+
+
+def _shortened(text: str) -> str:
+    words = " ".join(_legible(text).split())
+    return words if len(words) <= _SHORT else f"{words[: _SHORT - 3]}..."
+
+
+def _legible(text: str) -> str:
+    """What a terminal would obey is written out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

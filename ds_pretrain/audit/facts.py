@@ -1,0 +1,89 @@
+"""What an audit says of a run when it has looked: a line a fact, the word first."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ds_pretrain.audit.history import History, Span
+from ds_pretrain.audit.proof import Proof, steps_words, union
+from ds_pretrain.audit.run import Audited, skip_words
+
+_MOST_LISTED = 10  # of attempts or rollbacks
+
+
+def report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
+    """The facts, then the problems, then the verdict."""
+    yield from _counts(run, history, not proof.problems)
+    yield from _checks(history, proof)
+    yield from _never_trained(run, history, proof)
+    yield from _work_lines(run, history)
+    yield from (f"problem    {problem}" for problem in proof.problems)
+    count = len(proof.problems)
+    yield (
+        f"not ok     {run.out}: {count} problem{'s' if count > 1 else ''}"
+        if count
+        else f"ok         {run.out}"
+    )
+
+
+def _counts(run: Audited, history: History, holds: bool) -> Iterator[str]:
+    """What was trained; that it was once is said only if everything `holds`."""
+    timeline, start, newest = run.plan.timeline, history.first_step, history.newest
+    once = ", each exactly once" if holds else " by the counters"
+    samples = timeline.samples_before(newest) - timeline.samples_before(start)
+    tokens = timeline.tokens_before(newest) - timeline.tokens_before(start)
+    yield f"run        {run.plan.run.name}: step {newest:,} of {run.plan.last_step:,}"
+    if start:
+        yield f"origin     {run.record.origin}: steps 1 to {start:,} are of that run; audit it for them"
+    yield f"steps      {newest - start:,} trained{once}: {start + 1:,} to {newest:,}"
+    yield f"samples    {samples:,} trained{once}"
+    yield f"tokens     {tokens:,} trained{once}"
+
+
+def _checks(history: History, proof: Proof) -> Iterator[str]:
+    """How it is known."""
+    recorded = int(np.count_nonzero(history.rows["seen"]))
+    yield f"checksums  {proof.num_checked:,} of {recorded:,} steps read again from the data"
+    if not proof.problems:
+        how = "counted one by one" if proof.every else "an epoch is a permutation, and no draw came twice"
+        yield f"epochs     no sample came twice within one: {how}"
+
+
+def _work_lines(run: Audited, history: History) -> Iterator[str]:
+    own = [r.response for r in run.rollbacks[run.num_inherited :] if r.response != "stop"]
+    what = f" ({', '.join(own[:_MOST_LISTED])})" if own else ""
+    yield f"rollbacks  {len(own)}{what}, which took back {_work(run, history.rolled_back)}"
+    yield f"restarts   {len(history.worlds) - 1}, which took back {_work(run, history.restarted)}"
+    yield f"attempts   {_attempts(history)}"
+
+
+def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str]:
+    ends = {read.phase: read.draws[-1][1] for read in proof.reads}
+    for number, skip in enumerate(run.ledger.skips, 1):
+        ahead = "" if skip.stop <= ends.get(skip.phase, 0) else "; the run has not come past it yet"
+        yield (
+            f"skip {number:<6}{skip_words(skip)}, {skip.stop - skip.start:,} samples: {skip.cause}, decided "
+            f"at step {skip.step:,} of attempt {skip.attempt}{ahead}"
+        )
+    skipped = sum(
+        stop - start
+        for phase in dict.fromkeys(skip.phase for skip in run.ledger.skips)
+        for start, stop in union([(s.start, s.stop) for s in run.ledger.skips if s.phase == phase])
+    )
+    dropped = np.flatnonzero(history.rows["seen"] & ~history.rows["applied"])
+    unlearned = sum(run.plan.timeline.at(step - 1).sequences for step in dropped.tolist())
+    if dropped.size:
+        yield f"dropped    {steps_words(dropped)}: {unlearned:,} samples read and not learned from"
+    yield f"untrained  {skipped + unlearned:,} samples: {skipped:,} skipped, {unlearned:,} dropped"
+
+
+def _work(run: Audited, spans: Sequence[Span]) -> str:
+    before = run.plan.timeline.tokens_before
+    steps, tokens = sum(b - a for a, b in spans), sum(before(b) - before(a) for a, b in spans)
+    return f"{steps:,} step{'' if steps == 1 else 's'} ({tokens:,} tokens)"
+
+
+def _attempts(history: History) -> str:
+    worlds = [f"{number} on {size or 'unknown'} ranks" for number, size in history.worlds.items()]
+    more = f", ... ({len(worlds)} in all)" if len(worlds) > _MOST_LISTED else ""
+    return ", ".join(worlds[:_MOST_LISTED]) + more
