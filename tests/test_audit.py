@@ -1,8 +1,8 @@
 """An audit proves what a run was trained on from its records, and names each thing that does not hold."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -34,14 +34,14 @@ TOKENS = 128
 class Told:
     """A run that was not trained: its directory, with the records that training would have written."""
 
-    def __init__(self, folder: Path, num_ranks: int = 2, steps: int = 40, **more: Any) -> None:
-        self.run_file = make_run(folder, steps=steps, **more)
+    def __init__(self, folder: Path, steps: int = 40, run_file: Path | None = None) -> None:
+        self.run_file = run_file or make_run(folder, steps=steps)
         self.plan = load_plan(self.run_file)
         inputs = open_inputs(self.plan)
         weights = {phase.name: phase.mixture for phase in self.plan.run.phases}
         self.sources = inputs.sources
         self.sampler = make_sampler(self.plan.run.seed, self.plan.timeline, weights, inputs.sources)
-        self.out, self.state, self.attempt, self.num_ranks = self.plan.out, RunState(), 0, num_ranks
+        self.out, self.state, self.attempt, self.num_ranks = self.plan.out, RunState(), 0, 2
         self.lines: list[dict[str, Any]] = []
         self.data = inputs.data
         self.out.mkdir()
@@ -90,9 +90,13 @@ class Told:
         write_cure(self.out, self.state)
         if told:
             self.event(
-                *("rollback",),
-                **{"incident": len(self.state.rollbacks), "step": step, "to_step": to_step},
-                **{"onset": step - 1, "response": response, "skipped": skipped},
+                "rollback",
+                incident=len(self.state.rollbacks),
+                step=step,
+                to_step=to_step,
+                onset=step - 1,
+                response=response,
+                skipped=skipped,
             )
         return self
 
@@ -165,3 +169,454 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
         "restarts   1, which took back 0 steps (0 tokens)",
         "attempts   1 on 2 ranks, 2 on 4 ranks",
     ]
+
+
+def test_the_steps_that_count_are_those_of_the_latest_attempt(tmp_path: Path) -> None:
+    told = _healed(tmp_path)
+    with opened(told.out) as run:
+        rows = read_history(run).rows
+    kept = latest_attempt(read_metrics(told.out / "metrics.jsonl"))
+    assert np.flatnonzero(rows["seen"]).tolist() == [record["step"] for record in kept]
+    assert rows["checksum"][1:].tolist() == [record["batch_checksum"] for record in kept]
+    assert rows["num_skips"].tolist() == [0] * 17 + [1] * 24
+
+
+def test_a_rollback_that_died_before_its_record_is_known_from_the_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200), told=False).start(16).steps(40).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+    assert "skip 1 " in said
+    assert "restarts   1, which took back 8 steps (1,024 tokens)" in said
+
+
+def test_a_rollback_whose_line_was_torn_is_known_from_the_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(18, told=False).steps(24).back(16, (152, 200)).steps(40)
+    code, said = _audit(capsys, told.write().out)
+    assert code == 0, said
+    assert "rollbacks  2 (replay, skip), which took back 14 steps" in said
+
+
+def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24)
+    stop = Rollback(16, 24, 22, "lasting_spike", "stop", 1)
+    told.state = replace(told.state, rollbacks=(stop,))
+    write_cure(told.out, told.state)
+    told.event("needs_person", incident=1, step=24, to_step=16).start(16).steps(30)
+    told.back(20, (168, 200)).steps(40).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+    assert "rollbacks  1 (skip), which took back 10 steps (1,280 tokens)" in said
+    assert "restarts   1, which took back 8 steps (1,024 tokens)" in said
+
+
+def test_a_skip_that_the_run_has_not_come_past_is_said_to_lie_ahead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(18).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+    assert "of attempt 1; the run has not come past it yet" in said
+    assert "ahead" not in _audit(capsys, told.steps(20).write().out)[1]
+
+
+def test_a_changed_token_is_named_with_the_step_that_read_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    ids = told.sampler.ids(4, RunState().ledger)
+    place = next(i for i, index in enumerate(ids.source) if ids.names[index] == "text")
+    stream = np.memmap(tmp_path / "text.bin", "<u2", "r+")
+    stream[int(ids.sample[place]) * 16 + 5] ^= 1
+    stream.flush()
+    code, said = _audit(capsys, told.out, "--all")
+    assert code == 1
+    assert "problem    step 5: its samples have the checksum" in said
+    assert "was recorded as it was trained: the data was changed since, or it read other samples" in said
+    assert "not ok     " in said
+    assert "exactly once" not in said
+
+
+def test_another_corpus_is_named_and_the_steps_that_differ_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    code, said = _audit(capsys, told.out, f"sources.text={tmp_path}/held_out")
+    assert code == 1
+    assert "problem    sources.text holds" in said
+    assert "it is other data, so what the steps read cannot be read again" in said
+    assert "and 30 more steps whose samples have other checksums" in said
+    assert "not ok" in said
+    assert "12 problems" in said
+
+
+def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    told.lines = [line for line in told.lines if line.get("step") not in (5, 7, 8, 9)]
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    assert (
+        "problem    steps 5, 7 to 9 are not in metrics.jsonl: the counters of the steps around agree" in said
+    )
+    assert "1 problem\n" in said
+    told.change(6, samples=1)
+    code, said = _audit(capsys, told.write().out)
+    assert "step 6 counts 1 samples and 768 tokens; expected 48 and 768: a step before it was lost" in said
+    assert "the counters of other steps are wrong too, so whether they were trained cannot be told" in said
+
+
+def test_counters_that_are_wrong_in_many_steps_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(40)
+    for step in range(5, 40):
+        told.change(step, tokens=step)
+    assert "and 25 more steps count otherwise than the run file says" in _audit(capsys, told.write().out)[1]
+
+
+def test_a_step_recorded_twice_without_a_reason_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(40)
+    place = next(i for i, line in enumerate(told.lines) if line.get("step") == 12 and line["event"] == "step")
+    told.lines.insert(place, dict(told.lines[place]))
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    assert "step 12 of attempt 1 is recorded again, with no rollback and no start before it" in said
+
+
+def test_a_record_that_was_cut_is_a_problem_if_a_checkpoint_is_newer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    path = told.out / "metrics.jsonl"
+    text = path.read_bytes()
+    path.write_bytes(text[: -len(text.splitlines()[-1]) - 20])  # inside the line of step 39
+    code, said = _audit(capsys, told.out)
+    assert code == 1
+    assert (
+        "metrics.jsonl ends with step 38, and a checkpoint of step 40 is there: the end of the record" in said
+    )
+
+
+def test_a_checkpoint_on_a_branch_that_was_left_says_nothing_about_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).checkpoint().back(18).steps(20).write()
+    assert _audit(capsys, told.out)[0] == 0
+
+
+def test_a_ledger_that_was_changed_shows_in_checksums_and_in_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(40).write()
+    [skip] = told.state.ledger.skips
+    for start, expected in (
+        (160, "its samples have the checksum"),
+        (120, "draws [120, 128) are of steps 1 to 16"),
+    ):
+        ledger = replace(told.state.ledger, skips=(replace(skip, start=start),))
+        write_cure(told.out, replace(told.state, ledger=ledger))
+        code, said = _audit(capsys, told.out)
+        assert code == 1
+        assert expected in said
+        assert f"in metrics.jsonl, and main draws [{start}, 200) in the ledger; expected the same" in said
+    assert (
+        "and of the skip ledger too; expected every draw in one of them: they were trained although" in said
+    )
+
+
+def test_what_the_ledger_the_rollbacks_and_the_checkpoint_say_has_to_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(40).checkpoint().write()
+    state = told.state
+    write_cure(told.out, replace(state, ledger=RunState().ledger))
+    said = _audit(capsys, told.out)[1]
+    assert "cure.json lists 0 skips, and the checkpoint of step 40 1 skip that are not the same" in said
+    assert "the ledger has 0 skips, and 1 of the rollbacks skipped something; expected as many" in said
+    write_cure(told.out, replace(state, rollbacks=(replace(state.rollbacks[0], to_step=15),)))
+    said = _audit(capsys, told.out)[1]
+    assert (
+        "rollback 1 is a skip at step 24 to step 16 in metrics.jsonl, and a skip at step 24 to step 15"
+        in said
+    )
+
+
+def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).write()
+    (told.out / "cure.json").unlink()
+    code, said = _audit(capsys, told.out)
+    assert code == 1
+    assert "metrics.jsonl tells of rollback 1 at step 24, and cure.json and the checkpoints know 0" in said
+    told.checkpoint()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+    assert "skip 1 " in said
+
+
+def test_a_step_past_the_end_of_the_run_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(40)
+    told.lines.append({**told.lines[-1], "step": 10**12})
+    said = _audit(capsys, told.write().out)[1]
+    assert (
+        "step 1,000,000,000,000 of attempt 1 is recorded; expected steps 1 to 40, as schedule.length" in said
+    )
+
+
+def test_draws_that_are_lost_or_come_twice_are_told_with_the_steps_around(tmp_path: Path) -> None:
+    told = Told(tmp_path).start().steps(4).write()
+    with opened(told.out) as run:
+        reads = [
+            proof_module.Read("main", 1, 2, ((0, 16),)),
+            proof_module.Read("main", 3, 4, ((20, 36),)),
+            proof_module.Read("main", 5, 6, ((30, 46),)),
+        ]
+        lost, twice = proof_module._draw_problems(run, reads)
+        counted = list(proof_module._epoch_problems(run, reads))
+    assert lost == (
+        "main draws [16, 20) are in no step and in no skip, between steps 1 to 2 and steps 3 to 4; expected "
+        "every draw in one of them: those samples were lost"
+    )
+    assert twice == (
+        "main draws [30, 36) are of steps 3 to 4 and of steps 5 to 6 too; expected every draw in one of "
+        "them: they were trained twice"
+    )
+    assert sum(int(line.split()[0]) for line in counted) == 6
+    assert "were trained again within epoch 0 of phase main; expected each at most once" in counted[0]
+
+
+def test_epochs_are_counted_across_chunks_and_several_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof_module, "_CHUNK", 7)
+    told = Told(tmp_path, steps=400).start().write()
+    with opened(told.out) as run:
+        whole = [proof_module.Read("main", 1, 400, ((0, 3200),))]  # some ten epochs
+        assert list(proof_module._epoch_problems(run, whole)) == []
+        locate = type(run.sampler).at_draws
+
+        def repeating(self: Any, phase: str, seq_len: int, draws: Any, step: int) -> Any:
+            ids = locate(self, phase, seq_len, draws, step)
+            return replace(ids, sample=np.where(ids.sample == 3, 4, ids.sample))
+
+        monkeypatch.setattr(type(run.sampler), "at_draws", repeating)
+        problems = list(proof_module._epoch_problems(run, whole))
+    epochs = max(told.sampler.at_draws("main", 16, np.arange(3200, dtype=np.uint64), 0).epoch) + 1
+    assert len(problems) > epochs
+
+
+def test_a_long_run_is_read_again_at_a_spread_of_steps_and_after_every_change() -> None:
+    rows = np.zeros(100_001, history_module._ROW)
+    rows["seen"][1:] = True
+    rows["attempt"][50_001:] = 2
+    rows["num_skips"][70_003:] = 1
+    chosen = proof_module._spread(rows, np.flatnonzero(rows["seen"]))
+    assert 990 <= len(chosen) <= 1000
+    assert {1, 50_001, 70_003, 100_000} <= set(chosen.tolist())
+    assert int(np.diff(chosen).max()) < 110
+
+
+def test_the_record_of_a_long_run_takes_little_memory(tmp_path: Path) -> None:
+    told = Told(tmp_path, steps=5000).start().steps(3).write()
+    line = told.lines[-1]
+    told.lines += [
+        {**line, "step": step, "tokens": step * 128, "samples": step * 8} for step in range(4, 3001)
+    ]
+    with opened(told.write().out) as run:
+        rows = read_history(run).rows
+    assert (len(rows), int(rows["seen"].sum())) == (3001, 3000)
+    assert rows.itemsize < 50
+
+
+def test_p55_a_step_is_shown_as_its_rank_read_it_in_each_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    code, said = _audit(capsys, told.out, "--step", 22)
+    assert code == 0
+    lines = said.splitlines()
+    ids = told.sampler.ids(21, told.state.ledger)
+    assert lines[:4] == [
+        "step       22 of attempt 1: 8 samples on 2 ranks, 1 skip in force",
+        "also       taken in attempt 1 on 2 ranks, 0 skips in force, other samples",
+        "also       taken in attempt 1 on 2 ranks, 0 skips in force, other samples",
+        "checksum   as recorded: these are the samples that were read",
+    ]
+    heads = [line for line in lines if line.startswith("--- ")]
+    for place, (head, (source, epoch, sample)) in enumerate(zip(heads, ids.listed(), strict=True)):
+        where = f"{source}, epoch {epoch}, sample {sample}, document"
+        assert head.startswith(f"--- rank {place // 4}, draw {ids.draw[place]}: {where}")
+    assert all(len(line) <= 200 for line in lines if not line.startswith("--- "))
+    assert "[token ids: no tokenizer is known for" in said
+    assert "on 4 ranks" in _audit(capsys, told.out, "--step", 35)[1]
+    one = _audit(capsys, told.out, "--step", 35, "--rank", 3, "--attempt", 2)[1]
+    assert [line.split(",")[0] for line in one.splitlines() if line.startswith("--- ")] == ["--- rank 3"] * 2
+
+
+def test_the_text_of_one_rank_is_whole_and_what_a_terminal_would_obey_is_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(tmp_path).start().steps(4).write()
+    text = "a\x1b[2J b\n" + "word " * 100
+    monkeypatch.setattr("ds_pretrain.data.passages.Tokenizer.decode", lambda self, ids: text)
+    for name in ("text", "code"):
+        note = json.loads((tmp_path / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps({**note, "tokenizer": "bytes"}))
+    whole = _audit(capsys, told.out, "--step", 2, "--rank", 1)[1]
+    assert "a\\x1b[2J b\n" + "word " * 100 in whole
+    short = _audit(capsys, told.out, "--step", 2)[1]
+    lines = [line for line in short.splitlines() if line.startswith("a\\x1b[2J b word")]
+    assert len(lines) >= 4
+    assert all(len(line) == 200 and line.endswith("...") for line in lines)
+
+
+def test_a_step_whose_samples_were_others_is_shown_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(8).change(5, batch_checksum=17).write()
+    code, said = _audit(capsys, told.out, "--step", 5)
+    assert code == 0
+    assert "and 17 was recorded: these are NOT the samples that were read" in said
+
+
+def test_a_step_that_cannot_be_shown_says_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _healed(tmp_path)
+    told.lines = [line for line in told.lines if (line["event"], line.get("step")) != ("resume", 30)]
+    told.write()
+    expected = {
+        ("--step", 41): "step 41 is not in ",
+        ("--step", 0): "whose newest is step 40 of 40; name one that was recorded",
+        ("--step", 35, "--attempt", 1): "attempt 1 did not take step 35; those that did: 2",
+        ("--step", 22, "--rank", 2): "--rank 2: step 22 of attempt 1 was taken on 2 ranks, 0 to 1",
+        ("--step", 22, "--rank", -1): "--rank -1: step 22 of attempt 1 was taken on 2 ranks, 0 to 1",
+        ("--step", 35, "--rank", 0): "--rank 0: the record of how attempt 2 began is lost",
+        ("--rank", 0): "--rank belongs to --step; name the step too",
+        ("--attempt", 1): "--attempt belongs to --step; name the step too",
+        ("--step", 5, "--skipped"): "--skipped and --step are two questions; ask one at a time",
+        ("--step", 5, "--all"): "--all belongs to the audit of the whole run; leave out --skipped and --step",
+    }
+    for words, message in expected.items():
+        code, said = _audit(capsys, told.out, *words)
+        assert code == 2, words
+        assert message in said
+    assert (
+        "samples on an unknown number of ranks, 1 skip in force" in _audit(capsys, told.out, "--step", 35)[1]
+    )
+
+
+def test_every_skipped_sample_is_listed_once_and_is_one_that_was_never_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_pretrain.audit.command._CHUNK", 5)
+    told = (
+        Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(28).back(17, (140, 230)).steps(40).write()
+    )
+    code, said = _audit(capsys, told.out, "--skipped")
+    assert code == 0
+    head, *rows = [line.split("\t") for line in said.splitlines()]
+    assert head == ["skip", "phase", "draw", "source", "epoch", "sample"]
+    assert [row[0] for row in rows] == ["1"] * 48 + ["2"] * 42
+    draws = [int(row[2]) for row in rows]
+    assert sorted(draws) == list(range(140, 230))
+    trained = {sample for step in range(40) for sample in told.sampler.ids(step, told.state.ledger).listed()}
+    skipped = {(source, int(epoch), int(sample)) for _, _, _, source, epoch, sample in rows}
+    assert len(skipped) == 90
+    assert not skipped & trained
+    code, said = _audit(capsys, told.out, "--all")
+    assert code == 0, said
+    assert "untrained  90 samples: 90 skipped, 0 dropped" in said
+
+
+def test_a_run_that_began_from_another_is_audited_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = Told(tmp_path / "first").start().steps(24).back(16, (152, 200)).steps(30).checkpoint()
+    told = Told(tmp_path / "second")
+    told.state = origin.state
+    told.start(30)
+    record = read_record(told.out)
+    assert record is not None
+    folder = str(origin.out / "checkpoints" / step_name(30))
+    write_record(told.out, replace(record, origin=folder))
+    told.steps(36).back(34, (320, 330)).steps(40).write()
+    code, said = _audit(capsys, told.out, "--all")
+    assert code == 0, said
+    assert f"origin     {folder}: steps 1 to 30 are of that run; audit it for them" in said
+    assert "steps      10 trained, each exactly once: 31 to 40" in said
+    assert "rollbacks  1 (skip), which took back 2 steps (256 tokens)" in said
+
+
+def test_a_run_that_cannot_be_audited_says_what_was_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(place: object, *words: object) -> str:
+        code, said = _audit(capsys, place, *words)
+        assert code == 2, said
+        return said
+
+    assert "nothing is no run directory and no run file; name one of the two" in refused(tmp_path / "nothing")
+    assert f"{tmp_path} holds no run that was started: expected a run.json and" in refused(tmp_path)
+    told = Told(tmp_path / "run").start()
+    assert "has no metrics.jsonl: nothing says which steps were trained; put it back" in refused(told.out)
+    told.write()
+    assert "metrics.jsonl holds no step that counts; expected a run that has trained" in refused(
+        told.run_file
+    )
+    told.lines.append({"event": "step", "attempt": 1, "step": 1})
+    assert "metrics.jsonl holds no step that counts" in refused(told.write().out)
+    (tmp_path / "run" / "text.bin").rename(tmp_path / "text.bin")
+    said = refused(told.out)
+    assert "sources.text: " in said
+    assert "relative paths are taken from " in said
+    assert "another place is sources.NAME=PATH" in said
+    (told.out / "metrics.jsonl").unlink()
+    (told.out / "metrics.jsonl").mkdir()
+    assert "has no metrics.jsonl" in refused(told.out)
+
+
+def test_a_record_that_cannot_be_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(tmp_path).start().steps(4).write()
+
+    def failing(path: Path) -> Any:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(history_module, "read_metrics", failing)
+    code, said = _audit(capsys, told.out)
+    assert code == 2
+    assert "metrics.jsonl cannot be read: no such device" in said
+
+
+def test_relative_paths_are_those_of_the_folder_that_the_run_was_started_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = make_run(tmp_path / "home", steps=8)
+    run_file.write_text(run_file.read_text().replace(f"{tmp_path}/home/", ""))
+    monkeypatch.chdir(tmp_path / "home")
+    Told(Path(), run_file=Path("run.toml")).start().steps(8).write()
+    assert _audit(capsys, "run.toml")[0] == 0
+    assert _audit(capsys, "out")[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert _audit(capsys, "home/out")[0] == 0
+    monkeypatch.chdir("/")
+    assert _audit(capsys, tmp_path / "home" / "out")[0] == 0
+    assert Path.cwd() == Path("/")
+    (tmp_path / "home" / "out").rename(tmp_path / "moved")
+    assert "deepspeed.json" in _audit(capsys, tmp_path / "moved")[1]  # nothing tells where it was
+    monkeypatch.chdir(tmp_path / "home")
+    assert _audit(capsys, tmp_path / "moved")[0] == 0

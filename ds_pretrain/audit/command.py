@@ -120,12 +120,12 @@ def _step_lines(
     ranks = "an unknown number of ranks" if taken.world_size is None else f"{taken.world_size} ranks"
     yield (
         f"step       {ids.step + 1:,} of attempt {taken.attempt}: {num_samples:,} samples on {ranks}, "
-        f"{taken.num_skips} skips in force"
+        f"{_in_force(taken)}"
     )
     for other in others:
         yield (
             f"also       taken in attempt {other.attempt} on {other.world_size or 'unknown'} ranks, "
-            f"{other.num_skips} skips in force, "
+            f"{_in_force(other)}, "
             f"{'the same' if other.checksum == taken.checksum else 'other'} samples"
         )
     read = batch_checksum(run, ids)
@@ -142,6 +142,10 @@ def _step_lines(
         whose = "" if taken.world_size is None else f"rank {place // share}, "
         yield f"--- {whose}{_place_words(passage, int(ids.draw[place]))}"
         yield _legible(passage.text) if rank is not None else _shortened(passage.text)
+
+
+def _in_force(taken: Taken) -> str:
+    return f"{taken.num_skips} skip{'' if taken.num_skips == 1 else 's'} in force"
 
 
 def _place_words(passage: Passage, draw: int) -> str:

@@ -79,7 +79,7 @@ def _record_problems(run: Audited, history: History) -> Iterator[str]:
     missing = history.first_step + 1 + np.flatnonzero(~rows["seen"][history.first_step + 1 :])
     if missing.size:
         yield (
-            f"{steps_words(missing)} not in {METRICS}: "
+            f"{steps_words(missing)} {'is' if missing.size == 1 else 'are'} not in {METRICS}: "
             + (
                 "the counters of the steps around agree, so this is a hole in the record (monitoring was "
                 "degraded, or a line was torn), not in the training"
