@@ -31,7 +31,7 @@ def test_the_same_place_again_takes_the_next_rung_and_an_older_checkpoint() -> N
     assert (response.action, response.to_step) == ("skip", 180)
     second = replace(FIRST, to_step=180, response="skip")
     last = respond(LADDER, (FIRST, second), SICK, 203, CALM)
-    assert (last.action, last.reason) == ("stop", "it came back at the same place after replay, then skip")
+    assert last == Response("stop", 190, "it came back at the same place after replay, then skip")
 
 
 def test_another_place_begins_the_ladder_anew_until_the_budget_of_a_stretch_is_spent() -> None:
@@ -44,6 +44,17 @@ def test_another_place_begins_the_ladder_anew_until_the_budget_of_a_stretch_is_s
         "4 rollbacks in 1,000 steps are all that is allowed",
     )
     assert respond(LADDER, spent, replace(SICK, onset=1400), 1403, CALM).action == "replay"
+
+
+def test_a_person_who_was_asked_for_gives_the_ladder_and_the_budget_back() -> None:
+    stopped = (FIRST, replace(FIRST, response="skip"), replace(FIRST, response="stop"))
+    assert respond(LADDER, stopped, SICK, 203, CALM).action == "replay"
+    again = respond(LADDER, (*stopped, FIRST), SICK, 203, CALM)
+    assert (again.action, again.to_step) == ("skip", 180)
+    spent = tuple(replace(FIRST, onset=200 + 50 * i, step=203 + 50 * i) for i in range(4))
+    assert (
+        respond(LADDER, (*spent, stopped[-1]), replace(SICK, onset=450), 453, [*CALM, 420]).action == "replay"
+    )
 
 
 def test_without_a_calm_checkpoint_or_a_rung_a_person_is_asked_for() -> None:
@@ -94,6 +105,10 @@ def test_a_checkpoint_is_on_a_branch_that_was_left_if_any_rollback_since_went_be
     assert not is_abandoned(RunState(195, rollbacks=(FIRST,)), (FIRST, second))
     assert is_abandoned(RunState(196, rollbacks=(FIRST,)), (FIRST, second))
     assert not is_abandoned(RunState(400, rollbacks=(FIRST, second)), (FIRST, second))
+    stop = replace(FIRST, response="stop")
+    assert is_abandoned(RunState(203), (stop,))
+    assert not is_abandoned(RunState(203), (stop,), heeds_stop=False)
+    assert is_abandoned(RunState(203), (FIRST, stop), heeds_stop=False)
 
 
 def test_a_cure_comes_back_from_disk_and_is_applied_to_what_does_not_know_of_it(tmp_path: Path) -> None:

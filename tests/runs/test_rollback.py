@@ -1,13 +1,18 @@
 """A sick run heals itself, or stops for a person: real ranks under ZeRO-3, real faults."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_pretrain.cure import read_cure
+from ds_pretrain.data.indexed import open_source
+from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.errors import EXIT_NEEDS_PERSON
 from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.plan import load_plan
+from ds_pretrain.state import RunState, Skip
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick
@@ -44,6 +49,30 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert len(trace(out)) == 40
     assert "going on from the calm checkpoint of step" in ranks[0][1]
     assert len(samples) >= 40
+    [compared] = _events(out, "compared")
+    assert (compared["finding"], compared["first_difference"]) == ("data_or_state", None)
+    outcomes = [(o["incident"], o["outcome"]) for o in _events(out, "outcome")]
+    assert outcomes == [(1, "came_back"), (2, "healed")]
+    assert "incident 2: 3 healthy steps after step 23: it was the data that are skipped now" in ranks[0][1]
+    poisoned = _samples_of(sick_file, POISON)
+    for told in _events(out, "suspects"):
+        found = {(s["source"], s["epoch"], s["sample"]) for s in told["samples"]}
+        assert len(found) == 8
+        assert found <= poisoned, told["incident"]
+        losses = [s["loss"] for s in told["samples"]]
+        assert losses == sorted(losses, reverse=True)
+        assert all(s["text"] and s["documents"] for s in told["samples"])
+    assert "## " in (out / "LOGBOOK.md").read_text()
+
+
+def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
+    """What lies at the draws of a fault in the data."""
+    plan = load_plan(run_file)
+    sources = {name: open_source(section.path) for name, section in plan.run.sources.items()}
+    [phase] = plan.run.phases
+    sampler = make_sampler(plan.run.seed, plan.timeline, {phase.name: phase.mixture}, sources)
+    skip = Skip(phase.name, fault.first, fault.stop, "", 0, 0)
+    return set(sampler.skipped(skip).listed())
 
 
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
@@ -62,6 +91,25 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(tmp_
     assert [ended[0] for _, _, ended in sick] == [ended[0] for _, _, ended in clean]
     losses = [[step["loss"] for step in trace(tmp_path / name / "out")] for name in ("clean", "sick")]
     assert losses[0] == losses[1]
+    out = tmp_path / "sick" / "out"
+    [compared] = _events(out, "compared")
+    assert (compared["finding"], compared["first_difference"], compared["ranks"]) == ("passing_fault", 23, [])
+    assert "so the update of step 22 or the weights after it" in compared["message"]
+    assert compared["hosts"] == [platform.node()]
+    assert [o["outcome"] for o in _events(out, "outcome")] == ["healed"]
+
+
+def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
+    run_file = make_sick_run(tmp_path)
+    ranks = run_ranks(run_sick, 2, str(run_file), Fault("rank", 22))
+    assert [code for code, _, _ in ranks] == [0, 0]
+    [compared] = _events(tmp_path / "out", "compared")
+    assert (compared["finding"], compared["first_difference"], compared["ranks"]) == (
+        "passing_fault",
+        22,
+        [1],
+    )
+    assert f"another loss on rank 1 ({platform.node()}:1) alone" in compared["message"]
 
 
 def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: Path) -> None:
@@ -71,7 +119,32 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     said = ranks[0][1]
     assert "nothing is left to try: it came back at the same place after replay, then skip" in said
     assert "replay from step" in said
-    assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay", "skip"]
+    out = tmp_path / "out"
+    assert [r["response"] for r in _events(out, "rollback")] == ["replay", "skip"]
+    assert "The next start goes on from the calm checkpoint of step" in said
+    [told] = _events(out, "needs_person")
+    assert told["diagnosis"] in said
+    assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip", "stop"]
+    where_it_stood = max(record["step"] for record in _events(out, "checkpoint"))
+    assert where_it_stood == told["step"]  # kept, to be looked at
+    again = run_ranks(run_sick, 2, str(run_file), None)  # a person has mended the rate
+    assert [code for code, _, _ in again] == [0, 0]
+    [resumed] = _events(out, "resume")
+    assert resumed["step"] == told["to_step"] < 22
+    assert f"the checkpoint of step {where_it_stood:,} is passed over" in again[0][1]
+    assert len(trace(out)) == 40
+
+
+def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
+    run_file = make_sick_run(tmp_path)
+    run_ranks(run_sick, 2, str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
+    [told] = _events(tmp_path / "out", "needs_person")
+    ranks = run_ranks(run_sick, 2, str(run_file), None, ('watchdog.mode="observe"',))
+    assert [code for code, _, _ in ranks] == [0, 0]
+    assert [r["step"] for r in _events(tmp_path / "out", "resume")] == [told["step"]]
+    saved = tmp_path / "out" / "checkpoints" / "step_000000040" / "run_state.json"
+    newest = RunState.from_json(saved.read_text())
+    assert not read_cure(tmp_path / "out").abandons(newest)  # it knows of the stop
 
 
 def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_nothing_else_happens(
