@@ -215,6 +215,35 @@ def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
     assert "restarts   1, which took back 8 steps (1,024 tokens)" in said
 
 
+def test_a_stop_that_went_back_to_nothing_is_no_rollback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(6).event("needs_person", incident=1, step=6, to_step=None)
+    told.start(4).steps(24).back(16, (152, 200)).steps(40).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+    assert "skip 1 " in said
+
+
+def test_the_samples_that_a_rollback_lists_have_to_be_those_of_the_ledger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(40)
+    [skipped] = [line["skipped"] for line in told.lines if line["event"] == "rollback"]
+    skipped["samples"] = {}
+    for source, epoch, sample in told.sampler.skipped(told.state.ledger.skips[0]).listed():
+        skipped["samples"].setdefault(source, {}).setdefault(str(epoch), []).append(sample)
+    code, said = _audit(capsys, told.write().out)
+    assert code == 0, said
+    next(iter(skipped["samples"]["text"].values())).pop()
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    assert (
+        "rollback 1 lists other samples in metrics.jsonl than main draws [152, 200) are by the run file"
+        in said
+    )
+
+
 def test_a_skip_that_the_run_has_not_come_past_is_said_to_lie_ahead(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

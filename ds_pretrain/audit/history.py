@@ -95,8 +95,6 @@ class _Reading:
             self._stand(min(step, self._run.plan.last_step))
         elif kind == "rollback":
             self._roll_back(step, record)
-        elif kind == "needs_person":
-            self._know(record.get("incident"))
         elif kind == "step":
             if 1 <= step <= self._run.plan.last_step:
                 self._step(step, record)
@@ -157,6 +155,15 @@ class _Reading:
             self.history.problems.append(
                 f"rollback {incident} skipped {told.get('phase')} draws [{told.get('start')}, "
                 f"{told.get('stop')}) in {METRICS}, and {skip_words(noted)} in the ledger; expected the same"
+            )
+            return
+        samples: dict[str, dict[str, list[int]]] = {}
+        for source, epoch, sample in self._run.sampler.skipped(noted).listed():
+            samples.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
+        if told.get("samples", samples) != samples:
+            self.history.problems.append(
+                f"rollback {incident} lists other samples in {METRICS} than {skip_words(noted)} are by the "
+                "run file and the data; expected the same: one of the three was changed"
             )
 
     def _step(self, step: int, record: Mapping[str, Any]) -> None:

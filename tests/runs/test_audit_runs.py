@@ -1,0 +1,65 @@
+"""An audit of runs that were really trained, on two ranks, and healed themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain.cli import main
+from ds_pretrain.monitor.sinks import read_metrics
+from tests.ranks import run_ranks
+from tests.runs.sick import Fault, make_sick_run, run_sick
+
+BATCH = 8  # samples of a step
+POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
+
+
+def _audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    code = main(["audit", *map(str, words)])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def _events(out: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(out / "metrics.jsonl") if record["event"] == kind]
+
+
+def test_p55_what_a_healed_run_never_trained_is_exactly_what_its_ranks_never_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_sick_run(tmp_path)
+    ranks = run_ranks(run_sick, 2, str(run_file), POISON)
+    assert [code for code, _, _ in ranks] == [0, 0]
+    out = tmp_path / "out"
+    code, said = _audit(capsys, run_file, "--all")
+    assert code == 0, said
+    assert "steps      40 trained, each exactly once: 1 to 40" in said
+    assert "rollbacks  2 (replay, skip)" in said
+    [_, rollback] = _events(out, "rollback")
+    code, said = _audit(capsys, out, "--skipped")
+    rows = [line.split("\t") for line in said.splitlines()[1:]]
+    skipped = {(source, int(epoch), int(sample)) for _, _, _, source, epoch, sample in rows}
+    read_last: dict[int, list[Any]] = ranks[0][2][2]  # of each step, as it was read the last time
+    trained = {tuple(sample) for step in range(40) for sample in read_last[step]}
+    assert len(trained) == 40 * BATCH
+    assert not skipped & trained
+    assert len(skipped) == rollback["skipped"]["num_samples"]
+    # A step of before the skip, and the same step after it, as the ranks read them.
+    shown = _audit(capsys, out, "--step", 22)[1]
+    heads = [line for line in shown.splitlines() if line.startswith("--- ")]
+    for head, (source, epoch, sample) in zip(heads, read_last[21], strict=True):
+        assert f": {source}, epoch {epoch}, sample {sample}, document" in head
+    assert "checksum   as recorded" in shown
+    assert shown.count("0 skips in force, other samples") == 2
+
+
+def test_an_update_that_was_dropped_is_counted_as_read_and_not_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_sick_run(tmp_path, steps=8)
+    ranks = run_ranks(run_sick, 2, str(run_file), Fault("nan", 5))
+    assert [code for code, _, _ in ranks] == [0, 0]
+    code, said = _audit(capsys, run_file)
+    assert code == 0, said
+    assert "dropped    step 5: 8 samples read and not learned from" in said
+    assert "untrained  8 samples: 0 skipped, 8 dropped" in said
