@@ -17,6 +17,7 @@ from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
 from ds_pretrain.interval import advice, advice_lines, spoken, stall_warning
+from ds_pretrain.known_bad import bad_versions, installed_versions
 from ds_pretrain.models.check import check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.monitor.timings import read_timings
@@ -89,6 +90,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += _tokenizer_problems(inputs)
     problems += directory_problems(plan, inputs.data)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
+    problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
         problems += check_deepspeed(
@@ -119,6 +121,8 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
         yield f"batch      {_batch_line(plan, segment.sequences, world_size)}"
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}"
+    for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
+        yield f"warning    {warning}"
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)

@@ -12,7 +12,10 @@ from ds_pretrain.world import World
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
-NAMES = ["cpu", "zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_bf16_offload", "zero3_multinode"]
+NAMES = [
+    *("cpu", "zero1_bf16", "zero2_bf16"),
+    *("zero3_bf16", "zero3_bf16_no_overlap", "zero3_bf16_offload", "zero3_multinode"),
+]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -133,6 +136,17 @@ def _train(world: World, config: dict[str, Any]) -> dict[str, Any]:
         "lr_scheduler": engine.lr_scheduler,
         "optimizer": type(engine.optimizer).__name__,
     }
+
+
+def test_p28_the_file_without_overlap_is_one_switch_away_and_trains_the_same() -> None:
+    usual, without = for_cpu("zero3_bf16"), for_cpu("zero3_bf16_no_overlap")
+    both = [run_ranks(_train, 2, config) for config in (usual, without)]
+    assert both[0] == both[1]
+    assert (
+        usual["zero_optimization"].pop("overlap_comm"),
+        without["zero_optimization"].pop("overlap_comm"),
+    ) == (True, False)
+    assert usual == without
 
 
 @pytest.mark.parametrize("name", NAMES)
