@@ -158,6 +158,7 @@ WRONG = {
     "model.attention=fast": '`model.attention` = "fast": expected "eager", "sdpa" or "flash_attention_2"',
     "model.z_loss=-1": "`model.z_loss` = -1: expected more than 0",
     "schedule.peak=0": "`schedule.peak` = 0: expected more than 0",
+    "watchdog.drop_sigmas=0": "`watchdog.drop_sigmas` = 0: expected more than 0",
     "schedule.peak=inf": "`schedule.peak` = inf: expected a finite number",
     "schedule.floor=1.5": "`schedule.floor` = 1.5: expected at most 1",
     "schedule.shape=square": '`schedule.shape` = "square": expected "linear", "cosine", "1-sqrt" or "exp',
