@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo heal test check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
+
+heal: $(VENV)/.installed
+	$(BIN)/python examples/heal.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

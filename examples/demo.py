@@ -34,7 +34,7 @@ def main() -> int:
     precision = ["deepspeed=ds_configs/zero3_bf16.json"] if devices else []
 
     title("1. Text: the standard library of this Python, split into training and validation by file")
-    print(split_by_file())
+    print(split_by_file(FOLDER))
     title("2. A tokenizer and two token files")
     tokenizer = str(FOLDER / "tokenizer")
     run(
@@ -80,8 +80,8 @@ Next:
 """
 
 
-def split_by_file() -> str:
-    """Copy the standard library's source into FOLDER/text; one file in twenty is held out."""
+def split_by_file(folder: Path) -> str:
+    """Copy the standard library's source into folder/text; one file in twenty is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     counts = {"train": [0, 0], "validation": [0, 0]}
     for path in sorted(root.rglob("*.py")):
@@ -90,7 +90,7 @@ def split_by_file() -> str:
             continue
         held_out = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % 20 == 0
         part = "validation" if held_out else "train"
-        target = FOLDER / "text" / part / name
+        target = folder / "text" / part / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
         counts[part][0] += 1
