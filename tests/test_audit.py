@@ -301,6 +301,16 @@ def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
     assert "the counters of other steps are wrong too, so whether they were trained cannot be told" in said
 
 
+@pytest.mark.parametrize("value", [None, "x", float("nan"), float("inf"), 10**30, [1]])
+def test_a_step_whose_record_makes_no_sense_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
+    told = Told(tmp_path).start().steps(6).change(4, batch_checksum=value).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 1
+    assert "problem    step 4 is not in metrics.jsonl: the counters" in said
+
+
 def test_counters_that_are_wrong_in_many_steps_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,8 @@ class _Reading:
         if attempt != self._attempt:
             self._begin(attempt)
         if kind in ("start", "resume"):
-            self.history.worlds[attempt] = record.get("world_size")
+            size = record.get("world_size")
+            self.history.worlds[attempt] = size if isinstance(size, int) and size > 0 else None
             self._stand(min(step, self._run.plan.last_step))
         elif kind == "rollback":
             self._roll_back(step, record)
@@ -170,24 +171,24 @@ class _Reading:
         history = self.history
         if step <= history.newest:
             self._taken_again(step)
+        num_skips = self._num_skips[self._num_rollbacks]
         try:
-            row = (
-                *(True, bool(record["update_applied"]), self._attempt, self._num_skips[self._num_rollbacks]),
-                *(int(record["tokens"]), int(record["samples"]), int(record["batch_checksum"])),
-            )
-        except (KeyError, TypeError, ValueError):
+            numbers = [int(record[name]) for name in ("tokens", "samples", "batch_checksum")]
+            flags = (True, bool(record["update_applied"]))
+            row = np.array((*flags, self._attempt, num_skips, *numbers), _ROW)
+        except (KeyError, TypeError, ValueError, OverflowError):
             return  # the step is then missing, and named
         self._go_to(step)
         history.rows[step] = row
         if step == self._wanted:
             world_size = history.worlds.get(self._attempt)
-            history.taken.append(Taken(self._attempt, row[3], world_size, row[6]))
+            history.taken.append(Taken(self._attempt, num_skips, world_size, numbers[-1]))
 
     def _taken_again(self, step: int) -> None:
         """Back without a word: by a rollback whose record is lost, or not as training does."""
         history, known = self.history, self._run.rollbacks
         lost = known[self._num_rollbacks : self._num_rollbacks + 1]
-        if lost and lost[0].attempt == self._attempt and lost[0].to_step == step - 1:
+        if lost and (lost[0].attempt, lost[0].to_step) == (self._attempt, step - 1):
             self._know(self._num_rollbacks + 1)
             history.rolled_back.append((step - 1, history.newest))
         else:
