@@ -1,0 +1,119 @@
+"""Real runs whose skips lie where they can do harm: never trained is the union of the ledger, and no more.
+
+Told twice: by what the ranks read as they trained, and by the checksums in the metrics against the data.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.cure import read_cure
+from ds_pretrain.data.feed import read_samples
+from ds_pretrain.data.sampler import make_sampler
+from ds_pretrain.errors import EXIT_BAD_INPUT
+from ds_pretrain.plan import load_plan
+from ds_pretrain.preflight import open_inputs
+from ds_pretrain.state import SkipLedger
+from tests.ranks import KILLED, run_ranks
+from tests.runs.golden import trace, validations
+from tests.runs.sick import make_sick_run
+from tests.runs.starts import start
+from tests.runs.watched import BATCH, Trouble, counted, run_watched
+
+STEPS = 28
+WATCHDOG = """
+[watchdog]
+window = 8
+patience = 3
+respond = ["skip", "skip"]
+skip_before = "{before} steps"
+skip_after = "{after} steps"
+"""
+
+
+def _make(folder: Path, before: int = 1, after: int = 4, **more: Any) -> Path:
+    return make_sick_run(folder, WATCHDOG.format(before=before, after=after), **{"steps": STEPS, **more})
+
+
+def _poison(first_step: int, last_step: int) -> Trouble:
+    """What these steps read before anything was skipped."""
+    return Trouble("labels", (first_step - 1) * BATCH, last_step * BATCH)
+
+
+def _require_exact(run_file: Path) -> list[tuple[int, int]]:
+    """The ledger's intervals, after all draws but their union were found trained once each, in order."""
+    out = run_file.parent / "out"
+    ledger = read_cure(out).ledger
+    union = {draw for skip in ledger.skips for draw in range(skip.start, skip.stop)}
+    steps = counted(run_file)
+    assert list(steps) == list(range(1, STEPS + 1))
+    trained = [draw for draws in steps.values() for draw in draws]
+    assert trained == [d for d in range(len(trained) + len(union)) if d not in union][: len(trained)]
+    records = trace(out)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert [r["batch_checksum"] for r in records] == _checksums(run_file, ledger)
+    assert [r["samples"] for r in records] == [BATCH * step for step in range(1, STEPS + 1)]
+    assert sorted(validations(out)) == list(range(4, STEPS + 1, 4))
+    return [(skip.start, skip.stop) for skip in ledger.skips]
+
+
+def _checksums(run_file: Path, ledger: SkipLedger) -> list[int]:
+    """What each step should have read, of the data on disk: not by the feed."""
+    plan = load_plan(str(run_file), ())
+    inputs = open_inputs(plan)
+    weights = {phase.name: phase.mixture for phase in plan.run.phases}
+    sampler = make_sampler(plan.run.seed, plan.timeline, weights, inputs.sources)
+    union = {draw for skip in ledger.skips for draw in range(skip.start, skip.stop)}
+    left = [draw for draw in range(STEPS * BATCH + len(union)) if draw not in union]
+    sums = []
+    for step in range(STEPS):
+        draws = np.array(left[step * BATCH : (step + 1) * BATCH], np.uint64)
+        rows = read_samples(sampler.at_draws("main", 16, draws, step), inputs.sources, 0, BATCH)
+        sums.append(sum(crc32(row.tobytes()) for row in rows))
+    return sums
+
+
+def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """They cover saves and validations. What the first went back to is lost, too: an older one serves."""
+    run_file = _make(tmp_path, before=5)
+    bad = [_poison(14, 16), _poison(22, 25)]
+    killed = run_ranks(run_watched, 2, str(run_file), bad, (), "load", allow_kill=True)
+    assert killed == [KILLED] * 2  # the first skip is written down, and its checkpoint not loaded
+    [first] = read_cure(tmp_path / "out").rollbacks
+    shutil.rmtree(tmp_path / "out/checkpoints" / step_name(first.to_step))
+    [ended] = run_ranks(run_watched, 1, str(run_file), bad)
+    assert ended.code == 0, ended.said
+    assert [r.response for r in ended.final.rollbacks] == ["skip", "skip"]
+    assert ended.trained[0][0] < first.to_step + 1
+    (start, stop), (start_2, stop_2) = _require_exact(run_file)
+    assert start_2 < start < stop < stop_2
+    window = range(start // BATCH + 1, stop // BATCH + 1)  # the steps that had read it
+    assert any(step % 2 == 0 for step in window)  # a save
+    assert any(step % 4 == 0 for step in window)  # a validation
+
+
+def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Path) -> None:
+    """The trouble is found as the run would end: it goes back, reads on past the bad data, and then ends."""
+    run_file = _make(tmp_path)
+    bad = [_poison(STEPS - 2, STEPS)]
+    killed = run_ranks(run_watched, 2, str(run_file), bad, (), "cured", allow_kill=True)
+    assert killed == [KILLED] * 2
+    killed = run_ranks(run_watched, 1, str(run_file), bad, (), None, STEPS - 1, allow_kill=True)
+    assert killed == [KILLED]
+    ranks = run_ranks(run_watched, 2, str(run_file), bad)
+    assert [r.code for r in ranks] == [0, 0], ranks[0].said
+    assert [r.response for r in ranks[0].final.rollbacks] == ["skip"]
+    [(_, stop)] = _require_exact(run_file)
+    assert stop == STEPS * BATCH  # as far as the run had read, and no further
+    cure = tmp_path / "out/cure.json"
+    cure.write_text(cure.read_text()[:-20])
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert ended.code == EXIT_BAD_INPUT
+    assert "cure.json cannot be read (" in ended.stderr
+    assert "it says which data the watchdog skipped; put an intact copy back" in ended.stderr
