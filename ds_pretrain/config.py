@@ -70,6 +70,26 @@ def _source(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
+    """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
+    steps = [
+        (parse_duration("0 steps" if start.strip() == "0" else start), parse_batch_tokens(tokens))
+        for start, tokens in value.items()
+    ]
+    if wrong := [start for start, _ in steps if start.unit == "seconds"]:
+        raise ValueError(f'"{wrong[0]}" is in seconds; expected steps, tokens or percent')
+    if steps[0][0].amount != 0:
+        raise ValueError(f'a ramp begins with "0"; its first key is "{steps[0][0]}"')
+    return tuple(steps)
+
+
+def _ramp_text(ramp: Any) -> Any:
+    return ramp and {str(start): tokens for start, tokens in ramp}
+
+
+Ramp = Annotated[tuple[tuple[Duration, int], ...], PlainValidator(_ramp)]
 Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
@@ -130,23 +150,46 @@ class BatchSection(Section):
     tokens: BatchTokens
     micro_sequences: Count
     accumulation: Count | None = None  # only to insist on a number; it is derived
+    ramp: Annotated[Ramp | None, PlainSerializer(_ramp_text)] = None  # sizes before `tokens` is reached
+    rate_rule: Literal["none", "linear", "sqrt"] = "none"  # the rate at a smaller batch than `tokens`
 
 
 class SourceSection(Section):
-    """A `.bin`/`.idx` pair, named by their common prefix."""
+    """A `.bin`/`.idx` pair, named by their common prefix, or a view of its longer or shorter documents."""
 
     path: Annotated[str, AfterValidator(source_prefix)]
+    min_document_tokens: Count | None = None  # documents with fewer are left out
+    max_document_tokens: Count | None = None  # and those with more
+    max_epochs: Positive | None = None  # over the whole run; more is an error at the start
 
 
 Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
 
 
+class RopeSection(Section):
+    """Rotary positions from here on; what is not named stays as it is.
+
+    YaRN: Peng et al., arXiv:2309.00071. Llama 3: Llama Team, arXiv:2407.21783.
+    """
+
+    kind: Literal["default", "yarn", "llama3"] | None = None  # None: the scaling that the model has
+    theta: Positive | None = None
+    factor: Annotated[float, Field(ge=1)] | None = None
+    original_length: Count | None = None  # positions that the model was trained on before
+    low_freq_factor: Positive | None = None  # of llama3
+    high_freq_factor: Positive | None = None  # of llama3
+
+
 class PhaseSection(Section):
-    """A stretch of the run with one sequence length and one mixture."""
+    """A stretch of the run with one sequence length, one mixture and one rotary base."""
 
     name: Name
     seq_len: Count
     mixture: dict[str, Weight]
+    start: Share | None = None  # the first begins with the run
+    micro_sequences: Count | None = None  # None: batch.micro_sequences
+    recompute: bool | None = None  # None: model.recompute
+    rope: RopeSection | None = None  # None: as in the phase before
 
 
 class ValidationSection(Section):
