@@ -7,6 +7,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import make_sick_run
 from tests.runs.watched import Trouble, run_watched
+from tests.scenario import LLAMA
 
 STEPS = [12 + 6 * i for i in range(10)]  # far enough apart that each is a place of its own
 WATCHDOG = """
@@ -24,7 +25,13 @@ GROWTH_BYTES = 4 * 2**20
 def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_been_none(
     tmp_path: Path,
 ) -> None:
-    more: dict[str, Any] = {"steps": STEPS[-1] + 6, "save_every": "3 steps", "batch_tokens": 64}
+    model = {**LLAMA, "num_hidden_layers": 1}
+    more: dict[str, Any] = {
+        "steps": STEPS[-1] + 6,
+        "save_every": "3 steps",
+        "batch_tokens": 64,
+        "model": model,
+    }
     clean_file = make_sick_run(tmp_path / "clean", WATCHDOG, **more)
     sick_file = make_sick_run(tmp_path / "sick", WATCHDOG, **more)
     clean = run_ranks(run_watched, 2, str(clean_file), (), OVERRIDES)
