@@ -15,6 +15,7 @@ from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.world import World
+from tests.monitor.test_monitor import at
 
 
 class Clock:
@@ -240,6 +241,14 @@ def test_the_monitor_keeps_the_logbook_on_rank_0_under_the_name_of_the_run(tmp_p
             monitor.event("start", step=0)
         assert (tmp_path / INCIDENTS).exists() == (rank == 0)
     assert (tmp_path / PAGE).read_text().startswith("# Logbook of small\n")
+
+
+def test_the_logbook_sees_also_the_steps_that_the_terminal_does_not_show(tmp_path: Path) -> None:
+    with open_monitor(tmp_path) as monitor:
+        for step in range(1, 6):
+            monitor.step(at(step))
+        monitor.event("rollback", incident=1, step=5, onset=4)
+    assert [step for step, _ in kept(tmp_path)[0]["curve"]] == [1, 2, 3, 4, 5]
 
 
 def test_a_full_disk_costs_a_warning_and_the_record(
