@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NOT_BENCHMARKS = {"__main__", "report", "ranks"}
+NOT_BENCHMARKS = {"__main__", "report", "ranks", "collectives"}
 NEEDS_DATA = {
     "nanogpt_row": "it needs the text of tiny Shakespeare: python -m benchmarks DATA",
     "watchdog_curves": "it needs the folder `curves` beside that text: python -m benchmarks DATA",

@@ -96,8 +96,8 @@ class InTurn:
         self.ours: list[Block] = []
         self.bare: list[Block] = []
 
-    def step(self, rate: float) -> Update:
-        update = self._step(rate)
+    def step(self, rate: float, norm_limit: float | None = None) -> Update:
+        update = self._step(rate, norm_limit)
         if self._num_steps % BLOCK_STEPS == 0:
             self.ours.append([])
         self.ours[-1].append(self._since.until_now())
