@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.cli import main
 from ds_pretrain.cure import read_cure
 from ds_pretrain.data.feed import read_samples
 from ds_pretrain.data.sampler import make_sampler
@@ -58,6 +59,7 @@ def _require_exact(run_file: Path) -> list[tuple[int, int]]:
     assert [r["batch_checksum"] for r in records] == _checksums(run_file, ledger)
     assert [r["samples"] for r in records] == [BATCH * step for step in range(1, STEPS + 1)]
     assert sorted(validations(out)) == list(range(4, STEPS + 1, 4))
+    assert main(["audit", str(run_file), "--all"]) == 0
     return [(skip.start, skip.stop) for skip in ledger.skips]
 
 

@@ -50,6 +50,7 @@ def test_after_a_skip_everything_is_bitwise_that_of_a_fresh_run_with_that_ledger
     fresh_file = _fresh(sick_file, tmp_path / "fresh", to_step, **DROPOUT)
     fresh: list[Watched] = run_ranks(run_watched, 2, str(fresh_file), [POISON])
     for went_back, began in zip(sick, fresh, strict=True):
+        assert began.code == 0, began.said
         assert began.rollbacks == []
         assert went_back.digest == began.digest  # masters, moments and Adam's steps
         assert went_back.streams == began.streams
