@@ -200,6 +200,40 @@ def test_a_rollback_whose_line_was_torn_is_known_from_the_cure(
     assert "rollbacks  2 (replay, skip), which took back 14 steps" in said
 
 
+def test_a_skip_whose_line_was_torn_is_in_force_for_the_steps_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200), told=False).steps(40).write()
+    code, said = _audit(capsys, told.out)
+    assert code == 0, said
+
+
+def test_a_step_that_was_taken_back_does_not_stand_for_one_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the first step after a skip, were it missing, read what lies behind the skip."""
+    told = Told(tmp_path).start().steps(24).back(16, (128, 176)).steps(40)
+    last = {line["step"]: place for place, line in enumerate(told.lines) if line["event"] == "step"}
+    told.lines = [line for place, line in enumerate(told.lines) if place not in (last[17], last[20])]
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    assert "problem    steps 17, 20 are not in metrics.jsonl: the counters" in said
+    assert "1 problem\n" in said
+    again = Told(tmp_path / "again").start().steps(24).back(16, told=False).steps(16)
+    again.event("step", step=17).state = replace(again.state, step=17)
+    code, said = _audit(capsys, again.steps(30).write().out)
+    assert "problem    step 17 is not in metrics.jsonl" in said
+
+
+def test_all_steps_are_read_again_only_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof_module, "_MOST_CHECKSUMS", 6)
+    told = Told(tmp_path).start().steps(40).write()
+    assert "checksums  6 of 40 steps read again" in _audit(capsys, told.out)[1]
+    assert "checksums  40 of 40 steps read again" in _audit(capsys, told.out, "--all")[1]
+
+
 def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
