@@ -64,7 +64,8 @@ def text_plot(
     lines.append(f"{name:9} {line}".rstrip())
     first, last = f"{points[0].step:,}", f"{points[-1].step:,}"
     meanings = "  ".join(f"{mark} {meaning}" for mark, meaning in legend.items())
-    lines.append(f"{'step':9} {first}{last:>{max(1, width - len(first))}}   {meanings}")
+    steps = f"{first}{last:>{max(len(last) + 1, width - len(first))}}" if width > 1 else first
+    lines.append(f"{'step':9} {steps}   {meanings}")
     return "\n".join(lines)
 
 

@@ -191,4 +191,8 @@ def test_a_plot_of_any_size_shows_in_each_column_the_mark_that_comes_first_in_th
         "marks       bbAb",
         "step      1   12   A worst  b bad",
     ]
+    short = text_plot(points[-2:], ["A", "b"], "marks", legend, 6, 3).splitlines()
+    assert short[-1] == "step      11 12   A worst  b bad"
+    single = text_plot(points[-1:], ["b"], "marks", legend, 6, 3).splitlines()
+    assert single[-1] == "step      12   A worst  b bad"
     assert text_plot([], [], "marks", legend, 6, 3) == "no finite loss to plot"

@@ -21,6 +21,7 @@ from ds_pretrain.watchdog_plot import text_plot
 
 _WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
 _MOST_SUSPECTS = 20
+_ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
 _TEXT_CHARACTERS = 120  # of a suspect
 _MARKS = {"X": "decided here", "N": "loss not finite", "!": "since the onset"}
 
@@ -50,6 +51,8 @@ def incident(records: Sequence[Record]) -> Iterator[str]:
     first = decisions[0] if decisions else records[0]
     yield f"**{_title(first)}** Outcome: **{outcome(records)}**."
     yield f"{where(first)}."
+    if not decisions:
+        yield "What was decided is not recorded: the start ended just then; cure.json has the rollback."
     for decision in decisions:
         yield from _seen(decision)
         yield from _decided(decision)
@@ -102,7 +105,9 @@ def curve_plot(record: Record) -> str | None:
             return "N"
         return "!" if isinstance(onset, int) and point.step >= onset else " "
 
-    return text_plot(points, [mark(p) for p in points], "trouble", _MARKS, _WIDTH, _HEIGHT)
+    marks = [mark(point) for point in points]
+    legend = {mark: meaning for mark, meaning in _MARKS.items() if mark in marks}
+    return text_plot(points, marks, "trouble", legend, _WIDTH, _HEIGHT)
 
 
 def worst_rank(record: Record) -> str | None:
@@ -128,8 +133,10 @@ def worst_rank(record: Record) -> str | None:
     host = f" on {escaped(hosts[rank])}" if isinstance(hosts, list) and rank < len(hosts) else ""
     others = [loss for other, loss in enumerate(losses) if other != rank and math.isfinite(loss)]
     usual = f"; the median of the others was {median(others):.4g}" if others else "; no other is finite"
+    is_alike = math.isfinite(worst[0]) and worst[0] <= _ALIKE * abs(losses[rank])
+    alike = "The ranks were alike. " if is_alike else ""
     return (
-        f"At step {step:,} rank {rank}{host} stood out most of {len(losses):,} ranks, with a loss of "
+        f"{alike}At step {step:,} rank {rank}{host} stood out most of {len(losses):,} ranks, with a loss of "
         f"{losses[rank]:.4g}{usual}."
     )
 

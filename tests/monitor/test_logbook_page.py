@@ -114,6 +114,12 @@ def test_an_incident_without_an_outcome_is_open() -> None:
     assert now(text).startswith("**Now: recovering from incident 2 (")
 
 
+def test_an_incident_whose_decision_was_lost_in_a_crash_says_where_it_is() -> None:
+    text = page([event("outcome", 9, incident=1, outcome="healed")], "small")
+    assert "not recorded: the start ended just then; cure.json has the rollback." in text
+    assert "not recorded" not in page([rollback()], "small")
+
+
 def test_an_incident_that_skipped_nothing_says_so() -> None:
     assert "Skipped: no data." in page([rollback(response="replay", skipped=None)], "small")
 
@@ -293,6 +299,11 @@ def test_the_worst_rank_is_the_first_without_a_finite_loss_else_the_one_furthest
     assert gap is not None
     assert gap.startswith(
         "At step 10 rank 1 stood out most of 3 ranks, with a loss of 6; the median of the others was"
+    )
+    alike = worst_rank({"rank_losses": {"9": [9.03, 9.034]}})
+    assert alike == (
+        "The ranks were alike. At step 9 rank 1 stood out most of 2 ranks, with a loss of 9.034; "
+        "the median of the others was 9.03."
     )
     late = worst_rank({"rank_losses": {"9": [1.0, 9.0], "10": [1.0, math.nan]}})
     assert late is not None
