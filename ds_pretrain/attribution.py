@@ -91,8 +91,8 @@ def conclude(replay: Replay, num_ranks: int, came_back: bool) -> Compared:
     if difference is None:
         return Compared(
             "data_or_state",
-            f"all {replay.num_compared:,} losses and norms are the same to the bit as the first time: it comes "
-            "from the data, the state or the rate, not from the hardware",
+            f"all {replay.num_compared:,} losses and norms are the same to the bit as the first time: it "
+            "comes from the data, the state or the rate, not from the hardware",
         )
     if difference.what == "data":
         return Compared(

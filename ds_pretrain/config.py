@@ -5,6 +5,7 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 `Plan` (plan.py) computes it.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ from ds_pretrain.complaints import explain
 from ds_pretrain.errors import InputError
 from ds_pretrain.paths import folder_text, path_text, place_text, source_prefix
 from ds_pretrain.reading import shown
-from ds_pretrain.schedules import Shape
+from ds_pretrain.schedules import RateRule, Shape
 from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
 
 
@@ -37,15 +38,16 @@ class Section(BaseModel):
 def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
     """A validator that reads a duration in one of `units`."""
 
-    def parse(value: Any) -> Duration:
-        duration = value if isinstance(value, Duration) else parse_duration(_text(value))
-        if duration.unit not in units:
-            raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
-        if duration.amount == 0 and not may_be_zero:
-            raise ValueError(f'"{duration}" is zero; expected more')
-        return duration
+    return PlainValidator(lambda value: _read_duration(value, units, may_be_zero))
 
-    return PlainValidator(parse)
+
+def _read_duration(value: Any, units: Sequence[Unit], may_be_zero: bool) -> Duration:
+    duration = value if isinstance(value, Duration) else parse_duration(_text(value))
+    if duration.unit not in units:
+        raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
+    if duration.amount == 0 and not may_be_zero:
+        raise ValueError(f'"{duration}" is zero; expected more')
+    return duration
 
 
 def _text(value: Any) -> str:
@@ -94,6 +96,15 @@ Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
+
+
+def _share_or_phase(value: Any) -> Duration | str:
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", value):
+        return value
+    return _read_duration(value, ("steps", "tokens", "percent"), may_be_zero=True)
+
+
+ShareOrPhase = Annotated[Duration | str, PlainValidator(_share_or_phase), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
 Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
 FilePath = Annotated[str, AfterValidator(path_text)]
@@ -139,7 +150,7 @@ class WsdSection(Section):
     length: Length
     peak: Positive
     warmup: Share
-    decay: Share
+    decay: ShareOrPhase  # a phase's name: from its start to the end of the run
     shape: Shape = "1-sqrt"
     floor: Fraction01 = 0.0
 
@@ -151,7 +162,7 @@ class BatchSection(Section):
     micro_sequences: Count
     accumulation: Count | None = None  # only to insist on a number; it is derived
     ramp: Annotated[Ramp | None, PlainSerializer(_ramp_text)] = None  # sizes before `tokens` is reached
-    rate_rule: Literal["none", "linear", "sqrt"] = "none"  # the rate at a smaller batch than `tokens`
+    rate_rule: RateRule = "none"  # the rate at a smaller batch than `tokens`
 
 
 class SourceSection(Section):

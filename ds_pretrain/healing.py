@@ -163,8 +163,8 @@ class Watchdog:
             for r in state.rollbacks
         )
         next_start = (
-            f"The next start goes on from the calm checkpoint of step {response.to_step:,}, and gives up later "
-            'ones that are not pinned; with watchdog.mode="observe" it goes on from the newest'
+            f"The next start goes on from the calm checkpoint of step {response.to_step:,}, and gives up "
+            'later ones that are not pinned; with watchdog.mode="observe" it goes on from the newest'
             if response.to_step is not None
             else "The next start goes on from the newest checkpoint: move away those from after the onset"
         )

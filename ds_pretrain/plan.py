@@ -4,42 +4,42 @@
 it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from os.path import abspath
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config import CosineSection, Run, WsdSection, parse_run
+from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
 from ds_pretrain.reading import parse_json, read_text, shown
 from ds_pretrain.response import Ladder
-from ds_pretrain.schedules import Cosine, Schedule, Wsd
+from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
+from ds_pretrain.run_problems import (
+    contradictions,
+    covers,
+    curriculum_problems,
+    decay_steps,
+    first_steps,
+    listed,
+    micro_sequences,
+    schedule_problems,
+)
+from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
 from ds_pretrain.timeline import (
-    MOST,
     Duration,
+    Stage,
     Timeline,
-    Unit,
     accumulation,
-    single_phase,
+    make_timeline,
+    parse_duration,
     to_steps,
     worlds_that_divide,
 )
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
-# What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
-CHANGEABLE = (
-    "schedule",
-    "sources",
-    "model.z_loss",
-    "model.recompute",
-    "model.attention",
-    "model.decay_embeddings",
-    "probe",
-)
 # What the numbers of an identity count.
 _UNITS = {
     **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
@@ -94,6 +94,21 @@ class Plan:
             stretch=_steps(section.stretch, self.timeline),
         )
 
+    def phase_at(self, step: int) -> PhaseSection:
+        """The phase of the update that follows `step` finished steps."""
+        name = self.timeline.at(step).phase
+        return next(phase for phase in self.run.phases if phase.name == name)
+
+    def micro_sequences(self, step: int) -> int:
+        """Sequences of a micro-batch of that update."""
+        return micro_sequences(self.run, self.phase_at(step))
+
+    def rate(self, step: int, num_updates: int) -> float:
+        """Of the update that follows `step` finished steps, of which `num_updates` were applied."""
+        batch = self.run.batch
+        factor = rule_factor(batch.rate_rule, self.timeline.at(step).tokens_per_step, batch.tokens)
+        return self.schedule.rate(num_updates) * factor
+
     @property
     def last_step(self) -> int:
         return self.timeline.last_step
@@ -112,19 +127,35 @@ class Plan:
         fields = self.run.model_dump(mode="json")
         identity = {key: fields[key] for key in _IDENTITY}
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
-        identity["batch"] = {"tokens": fields["batch"]["tokens"]}  # how a rank takes its share may change
+        identity["batch"] = self._batches()  # how a rank takes its share may change
+        identity["phases"] = {phase["name"]: self._phase(phase) for phase in fields["phases"]}
         identity["sources"] = dict(data)
         identity["deepspeed"] = _trajectory_of(self.deepspeed)
         identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
         return identity
 
+    def _batches(self) -> dict[str, Any]:
+        batch: dict[str, Any] = {"tokens": self.run.batch.tokens}
+        if self.run.batch.ramp is not None:
+            segments = self.timeline.segments
+            sizes = [[s.first_step, s.tokens_per_step] for s in segments]
+            batch["ramp"] = [
+                one for one, before in zip(sizes, [[0, 0], *sizes], strict=False) if one[1] != before[1]
+            ]
+            batch["rate_rule"] = self.run.batch.rate_rule
+        return batch
+
+    def _phase(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: fields[key] for key in ("seq_len", "mixture", "rope")}
+        return {"first_step": self.timeline.phase_start(fields["name"]), **kept}
+
     def may_change(self, path: str) -> bool:
         """True if a start may give the field another value on purpose."""
-        return _covers(CHANGEABLE, path)
+        return covers(CHANGEABLE, path)
 
     def accepts(self, path: str) -> bool:
         """True if `accept_changes` names the field or its section; loading admits changeable names only."""
-        return _covers(self.run.accept_changes, path)
+        return covers(self.run.accept_changes, path)
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -152,12 +183,14 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         model = parse_json(texts["model.config"], run.model.config) if "model.config" in texts else {}
     except InputError as error:
         problems += error.problems
-    problems += (f"{path}: {p}" for p in _contradictions(run))
+    problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
-    phase = run.phases[0]
-    sequences = run.batch.tokens // phase.seq_len
-    timeline = single_phase(phase.name, phase.seq_len, sequences, run.schedule.length)
+    try:
+        timeline = _timeline(run)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    sequences = run.batch.tokens // run.phases[0].seq_len
     problems += check_deepspeed(
         deepspeed,
         run.deepspeed,
@@ -167,7 +200,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         micro_sequences=run.batch.micro_sequences,
         accumulation=run.batch.accumulation,
     )
-    problems += (f"{path}: {p}" for p in _schedule_problems(run, timeline))
+    problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
         raise InputError(problems)
     return Plan(
@@ -187,10 +220,16 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
 def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:
     """The section with its durations in steps."""
     length = timeline.last_step
-    warmup = _steps(section.warmup, timeline)
+    warmup = first_steps(section.warmup, timeline)
     if isinstance(section, CosineSection):
         return Cosine(section.peak, length, warmup, section.floor)
-    return Wsd(section.peak, length, warmup, _steps(section.decay, timeline), section.shape, section.floor)
+    return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
+
+
+def _timeline(run: Run) -> Timeline:
+    stages = [Stage(phase.name, phase.seq_len, phase.start) for phase in run.phases]
+    ramp = run.batch.ramp or ((parse_duration("0 steps"), run.batch.tokens),)
+    return make_timeline(stages, ramp, run.schedule.length)
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
@@ -218,20 +257,6 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     return problems
 
 
-def changed_fields(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Dotted path to (old, new) of every leaf that differs."""
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in dict.fromkeys([*old, *new]):
-        path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes |= changed_fields(before, after, f"{path}.")
-        elif before != after:
-            changes[path] = (before, after)
-    return changes
-
-
 def with_unit(path: str, value: Any) -> str:
     """A value of `Plan.identity` as a person reads it: `200 steps`, not `200`."""
     unit = _UNITS.get(path)
@@ -242,11 +267,7 @@ def with_unit(path: str, value: Any) -> str:
 
 def _way_out(sequences: int, micro: int) -> str:
     worlds = worlds_that_divide(sequences, micro)
-    return f"world sizes that do: {_listed(worlds)} (or another batch.micro_sequences)"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+    return f"world sizes that do: {listed(worlds)} (or another batch.micro_sequences)"
 
 
 def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,85 +284,5 @@ def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _covers(sections: Sequence[str], path: str) -> bool:
-    return any(path == section or path.startswith(f"{section}.") for section in sections)
-
-
 def _steps(duration: Duration, timeline: Timeline) -> int:
     return to_steps(duration, timeline.segments[0].tokens_per_step, timeline.last_step)
-
-
-def _contradictions(run: Run) -> Iterator[str]:
-    """What the sections of a run file say against one another."""
-    for phase in run.phases:
-        whole, rest = divmod(run.batch.tokens, phase.seq_len)
-        if rest or not whole:
-            lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
-            nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
-            yield (
-                f"batch.tokens = {run.batch.tokens:,} is not a whole number of sequences of "
-                f"phases.{phase.name}.seq_len = {phase.seq_len:,}; nearest: {nearest}"
-            )
-        elif whole % (micro := run.batch.micro_sequences):
-            nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
-            yield (
-                f"batch.tokens = {run.batch.tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
-                f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; "
-                f"nearest batch.tokens: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
-            )
-        elif run.batch.accumulation is not None and whole // micro % run.batch.accumulation:
-            counts = worlds_that_divide(whole, micro)  # a number of ranks and its accumulation trade places
-            yield (
-                f"batch.accumulation = {run.batch.accumulation:,} does not divide the {whole // micro:,} "
-                f"micro-batches of a step, so no number of ranks gives it; what some do: {_listed(counts)}; "
-                "or delete it: it is derived"
-            )
-        for source in phase.mixture:
-            if source not in run.sources:
-                yield (
-                    f"phases.{phase.name}.mixture names `{source}`, which [sources] does not have "
-                    f"(it has: {', '.join(run.sources) or 'none'})"
-                )
-        if not phase.mixture:
-            yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
-    ship_to, local = run.checkpoint.ship_to, run.checkpoint.local
-    taken = {
-        abspath(run.out): "the run directory",
-        abspath(f"{run.out}/checkpoints"): "where checkpoints are saved",
-    }
-    if local is not None:
-        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local"}
-    if ship_to is not None and "://" not in ship_to and abspath(ship_to) in taken:
-        yield (
-            f'checkpoint.ship_to = "{ship_to}" is {taken[abspath(ship_to)]}; name another place'
-            + ("" if local is not None else ", or give checkpoint.local, a folder of each host's own")
-        )
-    for path in run.accept_changes:
-        if not _covers(CHANGEABLE, path):
-            yield (
-                f"accept_changes names `{path}`, which a started run cannot change; what it can: "
-                f"{', '.join(CHANGEABLE)}"
-            )
-
-
-def _schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
-    section, length = run.schedule, timeline.last_step
-    amounts: dict[Unit, int] = {"steps": length, "tokens": timeline.total_tokens}
-    for unit, amount in amounts.items():
-        if amount > MOST[unit]:
-            yield (
-                f'schedule.length = "{section.length}" is {amount:,} {unit} in batches of '
-                f"{run.batch.tokens:,} tokens; at most {MOST[unit]:,} can be trained: shorten it"
-            )
-            return
-    warmup = _steps(section.warmup, timeline)
-    decay = _steps(section.decay, timeline) if isinstance(section, WsdSection) else 0
-    if warmup + decay > length:
-        both = f'schedule.warmup = "{section.warmup}" ({warmup:,} steps)'
-        if isinstance(section, WsdSection):
-            both += f' and schedule.decay = "{section.decay}" ({decay:,} steps)'
-        yield f'{both} do not fit into schedule.length = "{section.length}" ({length:,} steps); shorten one'
-    if isinstance(section, WsdSection) and decay == 0:
-        yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
-    if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:
-        yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'

@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
-from ds_pretrain.plan import Plan, changed_fields, with_unit
+from ds_pretrain.past import changed_fields, past_changes
+from ds_pretrain.plan import Plan, with_unit
 from ds_pretrain.rank_files import save_file, stop_file
 
 _FILE = "run.json"
@@ -106,7 +107,9 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             if plan.may_change(path)
             else "set it back, or start another run with a new `name` and `out`"
         )
-        for path, (old, new) in changed_fields(record.identity, plan.identity(data)).items()
+        for path, (old, new) in past_changes(
+            record.identity, json.loads(json.dumps(plan.identity(data))), record.saved_step
+        ).items()
         if not plan.accepts(path)
     ]
 

@@ -8,6 +8,7 @@ them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -137,6 +138,19 @@ class Timeline:
         segment = self._touching(step)
         return segment.first_token + (step - segment.first_step) * segment.tokens_per_step
 
+    def step_at(self, tokens: Fraction | int) -> int:
+        """The first step boundary at which so many tokens have been read; the last one if there is none."""
+        for segment in self.segments:
+            missing = tokens - segment.first_token
+            step = segment.first_step + _steps_of_tokens(missing, segment.tokens_per_step)
+            if step <= segment.end_step:
+                return step
+        return self.last_step
+
+    def phase_start(self, phase: str) -> int:
+        """The first step of a phase. There must be one of that name."""
+        return next(s.first_step for s in self.segments if s.phase == phase)
+
     def trained_draws_before(self, step: int) -> int:
         """Samples of the current phase that the steps before `step` trained on."""
         segment = self.at(step)
@@ -155,10 +169,92 @@ class Timeline:
         return self.segments[-1] if step == self.last_step else self.at(step)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A phase as a run file gives it. Only the first may begin without a word of when."""
+
+    name: str
+    seq_len: int
+    start: Duration | None = None
+
+
+def make_timeline(
+    stages: Sequence[Stage], batches: Sequence[tuple[Duration, int]], length: Duration
+) -> Timeline:
+    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
+
+    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
+    steps. A batch must be whole sequences of each phase that it meets.
+
+    Raises:
+        ValueError: stages or batches that do not rise, have no step of their own, or lie behind the end.
+    """
+    pieces = _batch_pieces(batches, length)
+    end = pieces[-1][1]
+    starts = [0, *(_start_step(stage, pieces, end) for stage in stages[1:])]
+    for stage, begin, after in zip(stages, starts, [*starts[1:], end], strict=True):
+        if begin >= after:
+            raise ValueError(
+                f"phase {stage.name} would begin at step {begin:,}, and what follows it at step {after:,}: "
+                "it has no steps; phases are listed in their order, each with a later start"
+            )
+    segments: list[Segment] = []
+    samples = tokens = 0
+    for stage, begin, after in zip(stages, starts, [*starts[1:], end], strict=True):
+        draws = 0
+        for first, stop, tokens_per_step in pieces:
+            low, high = max(first, begin), min(stop, after)
+            if low >= high:
+                continue
+            sequences = tokens_per_step // stage.seq_len
+            segments.append(Segment(stage.name, low, high, stage.seq_len, sequences, samples, tokens, draws))
+            samples += (high - low) * sequences
+            draws += (high - low) * sequences
+            tokens += (high - low) * sequences * stage.seq_len
+    return Timeline(tuple(segments))
+
+
+def _batch_pieces(batches: Sequence[tuple[Duration, int]], length: Duration) -> list[tuple[int, int, int]]:
+    """[first_step, end_step) and the tokens of a step there."""
+    pieces: list[tuple[int, int, int]] = []
+    step = tokens = 0
+    for (start, size), (end, _) in zip(batches, [*batches[1:], (length, 0)], strict=True):
+        stop = _reached(end, step, tokens, size)
+        if stop <= step:
+            raise ValueError(f'a batch of {size:,} tokens from "{start}" to "{end}" has no steps')
+        pieces.append((step, stop, size))
+        step, tokens = stop, tokens + (stop - step) * size
+    return pieces
+
+
+def _reached(duration: Duration, step: int, tokens: int, tokens_per_step: int) -> int:
+    """The first step at which so much is done, where `step` steps have read `tokens` tokens."""
+    if duration.unit == "tokens":
+        return step + _steps_of_tokens(duration.amount - tokens, tokens_per_step)
+    return to_steps(duration, tokens_per_step)
+
+
+def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+    return max(0, ceil(Fraction(tokens) / tokens_per_step))
+
+
+def _start_step(stage: Stage, pieces: Sequence[tuple[int, int, int]], end: int) -> int:
+    if stage.start is None:
+        raise ValueError(f'phase {stage.name} needs a start, like start = "430_000 steps"')
+    if stage.start.unit != "tokens":
+        return to_steps(stage.start, 1, end)
+    tokens = 0
+    for first, stop, size in pieces:
+        if (step := _reached(stage.start, first, tokens, size)) <= stop:
+            return step
+        tokens += (stop - first) * size
+    return end
+
+
 def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
     """The timeline of a run with one phase and one batch size."""
-    steps = to_steps(length, seq_len * sequences)
-    return Timeline((Segment(phase, 0, steps, seq_len, sequences, 0, 0, 0),))
+    batches = [(parse_duration("0 steps"), seq_len * sequences)]
+    return make_timeline([Stage(phase, seq_len)], batches, length)
 
 
 def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_pretrain.errors import InputError
-from ds_pretrain.plan import Plan, changed_fields, check_world, load_plan, with_unit
+from ds_pretrain.past import changed_fields
+from ds_pretrain.plan import Plan, check_world, load_plan, with_unit
 from ds_pretrain.schedules import Cosine, Wsd
 from ds_pretrain.timeline import accumulation
 from tests.scenario import deepspeed_json, make_run
@@ -273,7 +274,7 @@ def identity_changes(folder: Path, *overrides: str) -> set[str]:
         ("schedule.peak=0.5", {"schedule.peak"}),
         ("seed=8", {"seed"}),
         ("batch.tokens=256", {"batch.tokens"}),
-        ("phases.0.seq_len=8", {"phases"}),
+        ("phases.0.seq_len=8", {"phases.main.seq_len"}),
         ("model.z_loss=off", {"model.z_loss"}),
         ("sources.code=elsewhere", set()),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_pretrain.checkpoint.contents import WEIGHT, Contents, opened
-from ds_pretrain.plan import changed_fields
+from ds_pretrain.past import changed_fields
 from ds_pretrain.reading import shown
 
 SHOWN_LINES = 20  # of each kind of difference

@@ -1,0 +1,71 @@
+"""What of a plan has happened already, and so may not change any more; what lies ahead may.
+
+Identities are those of `Plan.identity`: plain types, with phases, batches and schedule in steps.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ds_pretrain.schedules import Cosine, Schedule, Wsd
+
+Changes = dict[str, tuple[Any, Any]]
+_COMPARED_RATES = 1000  # evenly spread over the past, beside every corner of both schedules
+
+
+def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Changes:
+    """Dotted path to (old, new) of every leaf that differs."""
+    changes: Changes = {}
+    for key in dict.fromkeys([*old, *new]):
+        path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes |= changed_fields(before, after, f"{path}.")
+        elif before != after:
+            changes[path] = (before, after)
+    return changes
+
+
+def past_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> Changes:
+    """Those of the changes that the first `step` steps would have met. None: all are."""
+    changes = changed_fields(old, new)
+    if step is None:
+        return changes
+    return {path: pair for path, pair in changes.items() if _touches(path, old, new, step)}
+
+
+def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:
+    section, _, rest = path.partition(".")
+    if section == "schedule":
+        return not _same_rates(old[section], new[section], step)
+    if section == "batch":
+        return rest == "rate_rule" or _met_batches(old[section], step) != _met_batches(new[section], step)
+    if section == "phases":
+        name = rest.partition(".")[0]
+        phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]
+        return bool(min(phase["first_step"] for phase in phases) < step)
+    return True
+
+
+def _met_batches(batch: Mapping[str, Any], step: int) -> list[Any]:
+    """The batches that the first `step` steps had: [first_step, tokens] each."""
+    return [piece for piece in batch.get("ramp") or [[0, batch["tokens"]]] if piece[0] < step]
+
+
+def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:
+    try:
+        schedules = [_schedule(section) for section in (old, new)]
+    except (KeyError, TypeError):  # of another version
+        return False
+    steps = {step * index // _COMPARED_RATES for index in range(_COMPARED_RATES)} | {max(0, step - 1)}
+    steps |= {corner for schedule in schedules for corner in schedule.corners().values()}
+    return all(_same_rate(schedules, at) for at in steps if at < step)
+
+
+def _schedule(section: Mapping[str, Any]) -> Schedule:
+    kinds = {"wsd": Wsd, "cosine": Cosine}
+    made: Schedule = kinds[section["kind"]](**{k: v for k, v in section.items() if k != "kind"})
+    return made
+
+
+def _same_rate(schedules: Iterable[Schedule], step: int) -> bool:
+    rates = {schedule.rate(step) if step < schedule.length else None for schedule in schedules}
+    return len(rates) == 1

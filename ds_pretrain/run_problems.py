@@ -1,0 +1,162 @@
+"""What a run file contradicts itself in, found before anything else is read. Pure."""
+
+from collections.abc import Iterator, Sequence
+from os.path import abspath
+
+from ds_pretrain.config import PhaseSection, Run, WsdSection
+from ds_pretrain.timeline import MOST, Duration, Timeline, Unit, to_steps, worlds_that_divide
+
+# What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
+CHANGEABLE = (
+    "schedule",
+    "sources",
+    "model.z_loss",
+    "model.recompute",
+    "model.attention",
+    "model.decay_embeddings",
+    "probe",
+)
+
+
+def contradictions(run: Run) -> Iterator[str]:
+    """What the sections of a run file say against one another."""
+    for phase in run.phases:
+        for name, tokens in _batches(run):
+            yield from _batch_problems(run, phase, name, tokens)
+        for source in phase.mixture:
+            if source not in run.sources:
+                yield (
+                    f"phases.{phase.name}.mixture names `{source}`, which [sources] does not have "
+                    f"(it has: {', '.join(run.sources) or 'none'})"
+                )
+        if not phase.mixture:
+            yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
+    ship_to, local = run.checkpoint.ship_to, run.checkpoint.local
+    taken = {
+        abspath(run.out): "the run directory",
+        abspath(f"{run.out}/checkpoints"): "where checkpoints are saved",
+    }
+    if local is not None:
+        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local"}
+    if ship_to is not None and "://" not in ship_to and abspath(ship_to) in taken:
+        yield (
+            f'checkpoint.ship_to = "{ship_to}" is {taken[abspath(ship_to)]}; name another place'
+            + ("" if local is not None else ", or give checkpoint.local, a folder of each host's own")
+        )
+    for path in run.accept_changes:
+        if not covers(CHANGEABLE, path):
+            yield (
+                f"accept_changes names `{path}`, which a started run cannot change; what it can: "
+                f"{', '.join(CHANGEABLE)}"
+            )
+
+
+def curriculum_problems(run: Run) -> Iterator[str]:
+    """What phases, ramp and decay say against one another."""
+    names = [phase.name for phase in run.phases]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"two phases are called {name}; give each a name of its own"
+    first = run.phases[0]
+    if first.start is not None and first.start.amount != 0:
+        yield f'phases.{first.name}.start = "{first.start}": the first phase begins with the run; delete it'
+    if run.batch.ramp is not None and run.batch.ramp[-1][1] != run.batch.tokens:
+        at, size = run.batch.ramp[-1]
+        yield (
+            f'batch.ramp ends with {size:,} tokens from "{at}" on, and batch.tokens is {run.batch.tokens:,}; '
+            "the last of a ramp is batch.tokens"
+        )
+    sizes = [size for _, size in run.batch.ramp or ()]
+    if sizes != sorted(set(sizes)):
+        yield f"batch.ramp = {', '.join(f'{size:,}' for size in sizes)} tokens; a ramp has to rise"
+    decay = run.schedule.decay if isinstance(run.schedule, WsdSection) else None
+    if isinstance(decay, str) and decay not in names:
+        yield (
+            f'schedule.decay = "{decay}" is no phase (there are: {", ".join(names)}) and no duration, '
+            'like "10%" or "2000 steps"'
+        )
+
+
+def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
+    section, length = run.schedule, timeline.last_step
+    amounts: dict[Unit, int] = {"steps": length, "tokens": timeline.total_tokens}
+    for unit, amount in amounts.items():
+        if amount > MOST[unit]:
+            yield (
+                f'schedule.length = "{section.length}" is {amount:,} {unit} in batches of '
+                f"{run.batch.tokens:,} tokens; at most {MOST[unit]:,} can be trained: shorten it"
+            )
+            return
+    warmup = first_steps(section.warmup, timeline)
+    decay = decay_steps(section, timeline) if isinstance(section, WsdSection) else 0
+    if warmup + decay > length:
+        both = f'schedule.warmup = "{section.warmup}" ({warmup:,} steps)'
+        if isinstance(section, WsdSection):
+            both += f' and schedule.decay = "{section.decay}" ({decay:,} steps)'
+        yield f'{both} do not fit into schedule.length = "{section.length}" ({length:,} steps); shorten one'
+    if isinstance(section, WsdSection) and decay == 0:
+        yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
+    if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:
+        yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'
+
+
+def micro_sequences(run: Run, phase: PhaseSection) -> int:
+    """Sequences of a micro-batch in a phase."""
+    return phase.micro_sequences or run.batch.micro_sequences
+
+
+def decay_steps(section: WsdSection, timeline: Timeline) -> int:
+    """The steps of a decay, which ends with the run: from a phase's start, or of so many tokens."""
+    if isinstance(section.decay, str):
+        return timeline.last_step - timeline.phase_start(section.decay)
+    if section.decay.unit == "tokens":
+        before = timeline.total_tokens - section.decay.amount
+        first = timeline.step_at(before)
+        return timeline.last_step - first + (timeline.tokens_before(first) > before)  # no fewer tokens
+    return to_steps(section.decay, 1, timeline.last_step)
+
+
+def first_steps(duration: Duration, timeline: Timeline) -> int:
+    """A duration from the run's beginning, in steps."""
+    if duration.unit == "tokens":
+        return timeline.step_at(duration.amount)
+    return to_steps(duration, 1, timeline.last_step)
+
+
+def _batches(run: Run) -> list[tuple[str, int]]:
+    """Every size of a batch, and what it is called."""
+    ramp = run.batch.ramp or ()
+    return [("batch.tokens", run.batch.tokens), *((f'batch.ramp."{at}"', size) for at, size in ramp[:-1])]
+
+
+def _batch_problems(run: Run, phase: PhaseSection, name: str, tokens: int) -> Iterator[str]:
+    whole, rest = divmod(tokens, phase.seq_len)
+    micro = micro_sequences(run, phase)
+    if rest or not whole:
+        lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
+        nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
+        yield (
+            f"{name} = {tokens:,} is not a whole number of sequences of "
+            f"phases.{phase.name}.seq_len = {phase.seq_len:,}; nearest: {nearest}"
+        )
+    elif whole % micro:
+        nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
+        yield (
+            f"{name} = {tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
+            f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; "
+            f"nearest {name}: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
+        )
+    elif run.batch.accumulation is not None and whole // micro % run.batch.accumulation:
+        counts = worlds_that_divide(whole, micro)  # a number of ranks and its accumulation trade places
+        yield (
+            f"batch.accumulation = {run.batch.accumulation:,} does not divide the {whole // micro:,} "
+            f"micro-batches of a step, so no number of ranks gives it; what some do: {listed(counts)}; "
+            "or delete it: it is derived"
+        )
+
+
+def covers(sections: Sequence[str], path: str) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")

@@ -1,0 +1,72 @@
+"""What of a plan may change once some of it has happened."""
+
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from ds_pretrain.past import changed_fields, past_changes
+from ds_pretrain.schedules import Cosine, Wsd
+
+OLD: dict[str, Any] = {
+    "name": "a",
+    "schedule": {"kind": "wsd", **asdict(Wsd(3e-4, 1000, 100, 200, "1-sqrt", 0.0))},
+    "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "rate_rule": "none"},
+    "phases": {
+        "main": {"first_step": 0, "seq_len": 16, "mixture": {"web": 1.0}, "rope": None},
+        "long": {"first_step": 600, "seq_len": 64, "mixture": {"web": 1.0}, "rope": {"theta": 1e6}},
+    },
+}
+ANNEAL = {"first_step": 800, "seq_len": 64, "mixture": {"math": 1.0}, "rope": None}
+
+
+def _changed(path: str, value: Any) -> dict[str, Any]:
+    new = deepcopy(OLD)
+    *keys, last = path.split(".")
+    node = new
+    for key in keys:
+        node = node[key]
+    node[last] = value
+    return new
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "first_bound"),
+    [
+        ("name", "b", 0),
+        ("schedule.length", 1200, 802),  # the decay would have begun
+        ("schedule.decay", 300, 702),
+        ("schedule.floor", 0.1, 802),
+        ("schedule.peak", 1e-4, 2),  # the first step of a warmup has rate 0 whatever the peak
+        ("phases.long.first_step", 500, 501),
+        ("phases.long.first_step", 700, 601),
+        ("phases.long.rope", {"theta": 5e5}, 601),
+        ("phases.main.mixture", {"web": 0.5, "math": 0.5}, 1),
+        ("phases.anneal", ANNEAL, 801),
+        ("batch.ramp", [[0, 1024], [400, 4096]], 301),
+        ("batch.ramp", [[0, 2048], [300, 4096]], 1),
+    ],
+)
+def test_a_change_is_of_the_past_from_the_step_on_that_it_would_have_altered(
+    path: str, value: Any, first_bound: int
+) -> None:
+    new = _changed(path, value)
+    assert changed_fields(OLD, new)
+    for step in (0, 1, max(0, first_bound - 1), first_bound, 1000):
+        assert bool(past_changes(OLD, new, step)) == (step >= first_bound), step
+    assert past_changes(OLD, new, None)
+
+
+def test_both_values_are_told() -> None:
+    new = _changed("phases.long.seq_len", 128)
+    assert past_changes(OLD, new, 700) == {"phases.long.seq_len": (64, 128)}
+
+
+def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
+    new = {**OLD, "schedule": {"kind": "cosine", **asdict(Cosine(3e-4, 1000, 100, 0.1))}}
+    longer = {**OLD, "schedule": {"kind": "cosine", **asdict(Cosine(3e-4, 1001, 100, 0.1))}}
+    assert not past_changes(new, longer, 101)  # the same warmup
+    assert past_changes(new, longer, 103)
+    assert past_changes(OLD, new, 103)
+    assert past_changes({**OLD, "schedule": {"kind": "old"}}, OLD, 1)  # what nobody knows any more
