@@ -1,0 +1,76 @@
+"""A run with `drop_sigmas` leaves out a wild update by itself, and goes on as if nothing had been learned."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain import train as train_module
+from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.world import World
+from tests.ranks import KILLED, run_ranks
+from tests.runs.golden import run_rank, trace
+from tests.runs.sick import WATCHDOG, make_sick_run
+
+DROPPING = WATCHDOG + "drop_sigmas = 40\n"
+WILD_STEP = 22
+WILD = 1e4
+
+
+def _run(world: World, run_file: str, factor: float, kill_after: int | None = None) -> Any:
+    """Train; at one step one rank's gradients are multiplied."""
+    take_step = train_module.take_step
+
+    def stepped(engine: Any, batch: Any, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as once:
+            if batch.ids.step + 1 == WILD_STEP and world.rank == 1:
+                backward = ZeroEngine.backward
+                once.setattr(ZeroEngine, "backward", lambda self, loss: backward(self, loss * factor))
+            return take_step(engine, batch, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "take_step", stepped)
+        return run_rank(world, run_file, kill_after)
+
+
+def _learned(out: Path) -> list[Any]:
+    """What each step shows of the weights and of the schedule."""
+    return [(r["step"], r["loss"], r["learning_rate"], r["update_applied"]) for r in trace(out)]
+
+
+def test_a_wild_update_is_dropped_as_if_it_were_no_number_also_across_a_kill(tmp_path: Path) -> None:
+    ends = {}
+    for name, factor in (("wild", WILD), ("nan", math.nan)):
+        run_file = make_sick_run(tmp_path / name, DROPPING)
+        ends[name] = run_ranks(_run, 2, str(run_file), factor)
+    run_file = make_sick_run(tmp_path / "cut", DROPPING)
+    assert run_ranks(_run, 2, str(run_file), WILD, WILD_STEP + 3, allow_kill=True) == [KILLED, KILLED]
+    ends["cut"] = run_ranks(_run, 2, str(run_file), WILD)
+
+    outs = {name: tmp_path / name / "out" for name in ends}
+    assert _learned(outs["wild"]) == _learned(outs["nan"]) == _learned(outs["cut"])
+    assert (
+        [end[0] for end in ends["wild"]] == [end[0] for end in ends["nan"]] == [end[0] for end in ends["cut"]]
+    )
+    steps = {record["step"]: record for record in trace(outs["wild"])}
+    assert [step for step, record in steps.items() if not record["update_applied"]] == [WILD_STEP]
+    assert 100 < steps[WILD_STEP]["grad_norm"] < math.inf
+    assert steps[WILD_STEP]["clip_factor"] is None
+    assert steps[WILD_STEP + 1]["learning_rate"] == steps[WILD_STEP]["learning_rate"]
+    events = [record for record in read_metrics(outs["wild"] / "metrics.jsonl") if "event" in record]
+    [dropped] = [event for event in events if event["event"] == "dropped"]
+    assert (dropped["step"], dropped["cause"], len(dropped["samples"])) == (WILD_STEP, "wild_norm", 8)
+    assert any(
+        e["event"] == "watchdog" and "update dropped for its gradient norm" in e["message"] for e in events
+    )
+    assert not any(event["event"] == "rollback" for event in events)
+
+
+def test_a_run_without_drop_sigmas_or_that_only_observes_applies_it(tmp_path: Path) -> None:
+    for name, watchdog in (("off", WATCHDOG), ("observe", DROPPING + 'mode = "observe"\n')):
+        run_file = make_sick_run(tmp_path / name, watchdog)
+        run_file.write_text(run_file.read_text().replace('length = "40 steps"', 'length = "23 steps"'))
+        run_ranks(_run, 2, str(run_file), WILD)
+        assert all(record["update_applied"] for record in trace(tmp_path / name / "out"))
