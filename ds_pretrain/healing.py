@@ -19,7 +19,7 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import StepRecord
 from ds_pretrain.response import Response, after_rollback, respond
-from ds_pretrain.state import Rollback, RunState
+from ds_pretrain.state import Rollback, RunState, SkipLedger
 from ds_pretrain.suspects import find_suspects, offending_steps
 from ds_pretrain.watchdog import Verdict, judge, norm_limit
 from ds_pretrain.world import World, from_main
@@ -34,14 +34,28 @@ class Watchdog:
         monitor: Monitor,
         places: Places,
         attempt: int,
-        state: RunState,
         world: World,
         tell: Callable[[str], None],
     ) -> None:
-        """For a start that goes on from `state`. Collective."""
+        """Collective."""
         self._plan, self._places, self._world = plan, places, world
         self._attempt, self._tell = attempt, tell
         self._incidents = Incidents(plan, monitor, world, tell)
+
+    def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
+        """Begin with the state of a start; tell what a crash kept from being told. Collective."""
+        lacking = from_main(self._world, self._incidents.lacking(state) if self._world.is_main else ())
+        if lacking:
+            rollback, ledger = state.rollbacks[-1], state.ledger
+            if rollback.response == "skip":  # what it met was read under the ledger before it
+                ledger = SkipLedger(ledger.skips[:-1])
+            if "rollback" in lacking:
+                seen = "what was seen is in the log: the process died before it was written down here"
+                self._told(
+                    state, feed, Verdict("roll_back", None, rollback.onset, seen), "as decided before a crash"
+                )
+            if state.step == rollback.to_step:
+                self._look_for_suspects(state, engine, feed, ledger)
         self._incidents.begin(state)
 
     def norm_limit(self, state: RunState) -> float | None:
@@ -83,26 +97,34 @@ class Watchdog:
         found, response = self._way_back(state, verdict, step)
         rollback = self._decided(verdict, response, found.state.step, step)
         after = after_rollback(state, found.state, response, rollback, self._plan.ladder, self._plan.timeline)
-        number = len(after.rollbacks)
         self._written(after)
         self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
-        skipped = _skipped(feed, after) if response.action == "skip" else None
-        self._incidents.decided(
-            "rollback",
-            number,
-            rollback,
-            verdict,
-            response.reason,
-            to_step=rollback.to_step,
-            skipped=skipped,
-        )
+        self._told(after, feed, verdict, response.reason)
         store.leave(self._places, after.step, self._world, self._tell)
         store.restore(found, engine, self._plan.run.seed, self._world, self._tell)
-        steps = offending_steps(rollback.onset, rollback.to_step, step)
-        suspects = find_suspects(engine, feed, steps, state.ledger, self._world)
-        self._incidents.suspects(number, rollback, suspects)
+        self._look_for_suspects(after, engine, feed, state.ledger)
         self._incidents.begin(after)
         return after
+
+    def _told(self, after: RunState, feed: Feed, verdict: Verdict, reason: str) -> None:
+        """The newest rollback of `after`, and what it skips."""
+        rollback = after.rollbacks[-1]
+        self._incidents.decided(
+            "rollback",
+            len(after.rollbacks),
+            rollback,
+            verdict,
+            reason,
+            to_step=rollback.to_step,
+            skipped=_skipped(feed, after) if rollback.response == "skip" else None,
+        )
+
+    def _look_for_suspects(self, after: RunState, engine: Engine, feed: Feed, ledger: SkipLedger) -> None:
+        """In what was read under `ledger`, by the weights that were gone back to. Collective."""
+        rollback = after.rollbacks[-1]
+        steps = offending_steps(rollback.onset, rollback.to_step, rollback.step)
+        found = find_suspects(engine, feed, steps, ledger, self._world)
+        self._incidents.suspects(len(after.rollbacks), rollback, found)
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
         """The checkpoint to go back to, verified and ready to load. Collective."""

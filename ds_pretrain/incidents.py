@@ -7,10 +7,13 @@ of the run, and only its monitor writes.
 import platform
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from ds_pretrain.attribution import Replay, Seen, conclude, passes, suspect_hosts
 from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.known_bad import installed_versions, non_finite_advice
 from ds_pretrain.monitor.monitor import METRICS, Monitor
 from ds_pretrain.monitor.sinks import read_metrics_backwards
 from ds_pretrain.plan import Plan
@@ -21,6 +24,7 @@ from ds_pretrain.watchdog import ONSET_REACH, Verdict
 from ds_pretrain.world import World, gather_objects
 
 RankLosses = tuple[float, ...]  # the mean loss of each rank at one step
+_FEW_NON_FINITE = 3  # after so many in a start it is no accident
 _CURED = {"replay": "the replay cured it", "skip": "it was the data that are skipped now"}
 
 
@@ -36,25 +40,43 @@ class Incidents:
         self._replay: Replay | None = None  # on rank 0
         self._open: dict[int, Rollback] = {}  # what has been gone back for and is not passed yet, by number
         self._said: tuple[Any, ...] = ()
+        self._num_non_finite = 0  # norms of this start, where the loss was finite
+
+    def lacking(self, state: RunState) -> tuple[str, ...]:
+        """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
+        number = len(state.rollbacks)
+        if number not in self._open_ones(state):
+            return ()
+        lacking = {"rollback": None, "suspects": None}
+        with suppress(OSError):
+            for record in read_metrics_backwards(self._plan.out / METRICS):
+                if record.get("incident") == number:
+                    lacking.pop(str(record.get("event")), None)
+                if "rollback" not in lacking:
+                    break
+        return tuple(lacking)
 
     def begin(self, state: RunState) -> None:
         """Take up the rollbacks whose outcome is still to come: after one, and where a start begins."""
         self._said = ()
         self._recent.clear()
-        self._open = {
+        self._open = self._open_ones(state)
+        self._replay = self._read_replay(state)
+
+    def _open_ones(self, state: RunState) -> dict[int, Rollback]:
+        """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
+        ladder = self._plan.ladder
+        return {
             number: rollback
             for number, rollback in enumerate(state.rollbacks, start=1)
             if rollback.response != "stop" and state.step < rollback.step + self._patience
-            if not any(
-                is_same_place(self._plan.ladder, rollback, later.onset) for later in state.rollbacks[number:]
-            )
+            if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
         }
-        self._replay = self._read_replay(state)
 
     def note(self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict) -> None:
         """Take one step; `state` is the one after it."""
         self._recent.append((record.step, rank_losses))
-        self._say(record, verdict)
+        self._say(record, verdict, state.num_healthy)
         if self._replay is not None:
             seen = Seen(record.loss, record.grad_norm, record.batch_checksum, rank_losses)
             self._replay = self._replay.after(record.step, seen)
@@ -63,6 +85,10 @@ class Incidents:
 
     def dropped(self, record: StepRecord, ids: SampleIds, num_dropped: int) -> None:
         """An update was not applied: its samples were read and not learned from."""
+        if record.grad_norm is None and isfinite(record.loss):
+            self._num_non_finite += 1
+            if self._num_non_finite == _FEW_NON_FINITE:
+                self._advise(record.step)
         self._monitor.event(
             "dropped",
             step=record.step,
@@ -71,6 +97,13 @@ class Incidents:
             grad_norm=record.grad_norm,
             samples=ids.listed(),  # of the global batch
         )
+
+    def _advise(self, step: int) -> None:
+        """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
+        plan = self._plan
+        advice = non_finite_advice(plan.deepspeed, installed_versions(), plan.run.deepspeed)
+        self._tell(f"step {step:,}: {advice}")
+        self._monitor.event("warning", step=step, message=advice)
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
@@ -104,10 +137,13 @@ class Incidents:
         """The samples that the weights gone back to find strangest."""
         self._monitor.event("suspects", incident=number, step=rollback.step, samples=list(samples))
 
-    def _say(self, record: StepRecord, verdict: Verdict) -> None:
+    def _say(self, record: StepRecord, verdict: Verdict, num_healthy: int) -> None:
         """Each trouble once, and once more when it is over."""
-        said = (verdict.action, verdict.kind, verdict.onset)
+        again = verdict.roll_back and self._plan.run.watchdog.mode != "act"  # told every `patience` steps
+        said = (verdict.action, verdict.kind, None if again else verdict.onset)
         if said == self._said or (verdict.kind is None and not self._said):
+            return
+        if verdict.kind is None and self._said[0] == "roll_back" and num_healthy < self._patience:
             return
         self._said = said if verdict.kind is not None and verdict.action != "ok" else ()
         if verdict.kind is None:

@@ -111,7 +111,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world, tell)
-        watchdog = Watchdog(plan, monitor, places, record.attempt, state, world, tell)
+        watchdog = Watchdog(plan, monitor, places, record.attempt, world, tell)
+        watchdog.take_up(state, engine, feed)
         parts = _Parts(
             plan, engine, feed, monitor, saver, watchdog, validation_sets(plan, inputs), stop, wish, world
         )

@@ -45,7 +45,7 @@ class Fault:
     "data": draws [first, stop) teach nonsense, whenever they are read. "state": at the step `first` one
     rank's moments are ruined, once. "passing": at the step `first` the update is far too large, once.
     "rank": as that, and one rank computes the loss of other labels. "rate": the rate is absurd from step
-    `first` on. "nan": at step `first` one rank's loss is no number.
+    `first` on. "nan": at step `first`, or from it to before `stop`, one rank's gradient is no number.
     """
 
     kind: str
@@ -81,7 +81,7 @@ def run_sick(
             return take_step(engine, batch, rate, *args)
         if fault.kind == "rate":
             return take_step(engine, batch, 30.0 if step >= fault.first else rate, *args)
-        if step != fault.first or over[0]:
+        if not fault.first <= step < max(fault.stop, fault.first + 1) or (over[0] and fault.kind != "nan"):
             return take_step(engine, batch, rate, *args)
         over[0] = True
         if fault.kind == "state" and world.rank == fault.rank:

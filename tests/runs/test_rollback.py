@@ -162,6 +162,19 @@ def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_noth
     assert steps[23]["learning_rate"] == steps[22]["learning_rate"]  # a dropped update moves no schedule
 
 
+def test_p28_norms_that_are_no_numbers_again_and_again_name_what_overlaps_and_the_versions(
+    tmp_path: Path,
+) -> None:
+    run_file = make_sick_run(tmp_path, steps=12)
+    [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("nan", 5, 9, rank=0))
+    assert code == 0
+    assert len(_events(tmp_path / "out", "dropped")) == 4
+    [warning] = _events(tmp_path / "out", "warning")  # once, and after the third
+    assert warning["step"] == 7
+    assert warning["message"] in said
+    assert "overlap_comm = true, contiguous_gradients = true; deepspeed" in warning["message"]
+
+
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
     ranks = run_ranks(run_sick, 2, str(spent), POISON, ("watchdog.rollbacks=1",))
@@ -189,3 +202,8 @@ def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(tmp_path: P
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
     assert [ended[0] for _, _, ended in cut] == [ended[0] for _, _, ended in whole]
     assert trace(out)[-10:] == trace(tmp_path / "whole" / "out")[-10:]
+    for kind in ("rollback", "suspects"):  # told at the next start where the process died before it
+        assert [told["incident"] for told in _events(out, kind)] == [1, 2], kind
+    told, whole_told = _events(out, "suspects"), _events(tmp_path / "whole" / "out", "suspects")
+    assert [one["samples"] for one in told] == [one["samples"] for one in whole_told]
+    assert [one["finding"] for one in _events(out, "compared")] == ["data_or_state"]
