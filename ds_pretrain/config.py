@@ -265,7 +265,7 @@ class Run(Section):
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
     sources: Sources
-    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1, max_length=1)]
+    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     watchdog: WatchdogSection = WatchdogSection()

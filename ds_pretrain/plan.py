@@ -238,7 +238,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
         return [f"world size {world_size} (from {world_source}): expected 1 or more"]
     problems = []
     for segment in plan.timeline.segments:
-        micro = plan.run.batch.micro_sequences
+        micro = plan.micro_sequences(segment.first_step)
         count = accumulation(segment.sequences, micro, world_size)
         asked = plan.run.batch.accumulation
         arithmetic = (

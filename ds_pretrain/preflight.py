@@ -22,8 +22,9 @@ from ds_pretrain.models.check import check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.monitor.timings import read_timings
 from ds_pretrain.plan import Plan, check_world
+from ds_pretrain.rate_plot import rate_lines
 from ds_pretrain.run_directory import directory_problems
-from ds_pretrain.timeline import accumulation, to_steps, worlds_that_divide
+from ds_pretrain.timeline import Segment, accumulation, to_steps, worlds_that_divide
 from ds_pretrain.veto import drop_problems
 
 
@@ -79,14 +80,13 @@ def _origin_problems(origin: Path, run_path: str) -> list[str]:
 
 def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_source: str) -> list[str]:
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
-    phase = plan.run.phases[0]
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += _context_problems(plan)
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
-    for source in _each(inputs):
-        problems += check_source(source, phase.seq_len, vocab_size) if vocab_size else []
+    for source, seq_len in _read_at(plan, inputs):
+        problems += check_source(source, seq_len, vocab_size) if vocab_size else []
     problems += _tokenizer_problems(inputs)
     problems += directory_problems(plan, inputs.data)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
@@ -112,13 +112,14 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
         f"{name} {step:,}: {plan.schedule.rate(step):.3g}" for name, step in plan.schedule.corners().items()
     )
     yield f"rate       {corners}"
+    yield from (f"           {line}" for line in rate_lines(plan))
     for segment in plan.timeline.segments:
         yield (
             f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
             f"{segment.sequences:,} sequences of {segment.seq_len:,} = {segment.tokens_per_step:,} tokens a "
-            f"step, {plan.timeline.total_tokens:,} tokens in all"
+            f"step, {plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
         )
-        yield f"batch      {_batch_line(plan, segment.sequences, world_size)}"
+        yield f"batch      {_batch_line(plan, segment, world_size)}"
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}"
     for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
@@ -175,6 +176,14 @@ def _open_all(
     return opened
 
 
+def _read_at(plan: Plan, inputs: Inputs) -> Iterator[tuple[TokenSource, int]]:
+    """Every source with each sequence length that it is read at."""
+    for name, source in inputs.sources.items():
+        lengths = {phase.seq_len for phase in plan.run.phases if name in phase.mixture}
+        yield from ((source, seq_len) for seq_len in sorted(lengths or {plan.run.phases[0].seq_len}))
+    yield from ((source, plan.run.phases[0].seq_len) for source in inputs.validation.values())
+
+
 def _each(inputs: Inputs) -> list[TokenSource]:
     return [*inputs.sources.values(), *inputs.validation.values()]
 
@@ -220,8 +229,8 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
         )
 
 
-def _batch_line(plan: Plan, sequences: int, world_size: int | None) -> str:
-    micro = plan.run.batch.micro_sequences
+def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
+    sequences, micro = segment.sequences, plan.micro_sequences(segment.first_step)
     if world_size is None:
         worlds = worlds_that_divide(sequences, micro)
         return f"micro-batches of {micro}; world sizes that divide it: {', '.join(map(str, worlds[:16]))}"

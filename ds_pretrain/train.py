@@ -49,10 +49,10 @@ from ds_pretrain.opening import (
     require_shared_folder,
     validation_sets,
 )
-from ds_pretrain.plan import Plan, load_plan
+from ds_pretrain.plan import Plan, load_plan, with_unit
 from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
-from ds_pretrain.run_directory import KnownRun, RunLock, claim
+from ds_pretrain.run_directory import KnownRun, RunLock, RunRecord, claim
 from ds_pretrain.saving import Saver
 from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
 from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
@@ -107,6 +107,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
         feed = stack.enter_context(open_feed(plan, inputs, world))
+        _tell_changes(record, monitor, tell)
         state = cure.applied(_resume(found, engine, feed, plan, monitor, began, world))
         restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
@@ -285,6 +286,15 @@ def _resume(
         restore_seconds=perf_counter() - began,
     )
     return state
+
+
+def _tell_changes(record: RunRecord, monitor: Monitor, tell: Callable[[object], None]) -> None:
+    """What of the plan is another than at the start before: accepted, or still ahead."""
+    for change in record.changes:
+        if change["attempt"] == record.attempt:
+            field, old, new = (change[key] for key in ("field", "old", "new"))
+            tell(f"`{field}` is {with_unit(field, new)} from this start on; it was {with_unit(field, old)}")
+            monitor.event("changed", field=field, old=str(old), new=str(new))
 
 
 def _refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:

@@ -18,7 +18,7 @@ INCIDENTS = "incidents.jsonl"
 PAGE = "LOGBOOK.md"
 # What is kept. Steps, validations, checkpoints and shipping are routine: metrics.jsonl has them.
 NOTEWORTHY = {
-    *("start", "resume", "stop", "stopped", "finish", "failed", "save_failed", "warning"),
+    *("start", "resume", "stop", "stopped", "finish", "failed", "save_failed", "warning", "changed"),
     *("watchdog", "dropped", "rollback", "needs_person", "suspects", "compared", "outcome"),
 }
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
