@@ -69,7 +69,7 @@ def test_p14_no_step_past_the_end_of_the_decay_has_a_rate_or_data(tmp_path: Path
 def test_the_summary_says_what_the_run_resolves_to(tmp_path: Path) -> None:
     text = "\n".join(lines_of(load_plan(make_run(tmp_path)), 2))
     for fact in (
-        "main: steps 0 to 12, 8 sequences of 16 = 128 tokens a step, 1,536 tokens in all",
+        "main: steps 0 to 12, 8 sequences of 16 = 128 tokens a step, 1,536 tokens at its end",
         "2 ranks x 2 sequences x accumulation 2 = 8 sequences",
         "ZeRO-3, fp32",
         "llama: ",
