@@ -538,6 +538,17 @@ def test_p55_a_step_is_shown_as_its_rank_read_it_in_each_attempt(
     assert [line.split(",")[0] for line in one.splitlines() if line.startswith("--- ")] == ["--- rank 3"] * 2
 
 
+def test_p55_a_step_is_shown_under_the_ledger_of_the_attempt_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).start(20, num_ranks=4).steps(24).back(16, (152, 200)).steps(40)
+    told.write()
+    shown = {attempt: _audit(capsys, told.out, "--step", 22, "--attempt", attempt)[1] for attempt in (1, 2)}
+    assert shown[1].startswith("step       22 of attempt 1: 8 samples on 2 ranks, 0 skips in force")
+    assert shown[2].startswith("step       22 of attempt 2: 8 samples on 4 ranks, 1 skip in force")
+    assert all("checksum   as recorded" in text for text in shown.values())
+
+
 def test_the_text_of_one_rank_is_whole_and_what_a_terminal_would_obey_is_written_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
