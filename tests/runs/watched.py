@@ -29,7 +29,6 @@ from tests.runs.golden import run_rank
 from tests.runs.sick import UNSEEN
 
 BATCH = 8  # samples of a step, unless a test says otherwise
-RECORDED = ("step", "action", "kind", "onset")  # of a verdict
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Watched:
     code: int
     said: str
     final: RunState
-    verdicts: list[tuple[Any, ...]]  # of every step taken, in order: `RECORDED`
+    verdicts: list[tuple[Any, ...]]  # (step, action, kind, onset, message) of every step taken, in order
     rollbacks: list[RunState]  # the state gone on from, after each
     usage: list[Usage]  # after each rollback
     trained: list[tuple[int, list[Any]]]  # (step, samples) of every step taken, in order
@@ -181,7 +180,8 @@ def _record(patch: pytest.MonkeyPatch, seen: _Seen) -> None:
     def judged(self: Any, state: RunState, record: Any, *args: Any) -> Any:
         after, verdict = judge(self, state, record, *args)
         seen.state = after
-        seen.verdicts.append((record.step, verdict.action, verdict.kind, verdict.onset))
+        told = (verdict.action, verdict.kind, verdict.onset, verdict.message)
+        seen.verdicts.append((record.step, *told))
         return after, verdict
 
     def rolled_back(*args: Any) -> RunState:
