@@ -164,7 +164,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
         if state.step == plan.last_step and num_attempted > 1 and not num_applied:
             raise NoProgress(
-                f"{num_attempted} steps were attempted and every update was dropped (non-finite gradients); "
+                f"{num_attempted} steps were attempted and every update was dropped (gradients not finite, or wild); "
                 "nothing was learned since the checkpoint that this start began from: lower schedule.peak, "
                 "or check the data"
             )
