@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     import deepspeed
 
 ParameterGroups = Sequence[Mapping[str, Any]]
+DocumentInputs = Callable[[Tensor, torch.device], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Engine(Protocol):
 
     device: torch.device
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        """[B, T] token ids to [B, T, V] logits."""
+    def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T] token ids to [B, T, V] logits.
+
+        With `documents` [B, T], each token sees its own document of its row alone, from position 0 on.
+        """
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -152,26 +156,46 @@ def gather(config: Mapping[str, Any]) -> Callable[[Sequence[nn.Parameter]], Abst
     return lambda parameters: deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
 
 
-def open_engine(module: nn.Module, groups: ParameterGroups, config: Mapping[str, Any]) -> "ZeroEngine":
-    """Hand the model to DeepSpeed. `config` is the resolved JSON. Collective."""
+def open_engine(
+    module: nn.Module,
+    groups: ParameterGroups,
+    config: Mapping[str, Any],
+    document_inputs: DocumentInputs | None = None,
+) -> "ZeroEngine":
+    """Hand the model to DeepSpeed. `config` is the resolved JSON. Collective.
+
+    `document_inputs` makes of documents [B, T] and a device what the module is told to keep them apart.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine, *_ = deepspeed.initialize(model=module, model_parameters=list(groups), config=dict(config))
-    return ZeroEngine(engine, gradient_clipping(config))
+    return ZeroEngine(engine, gradient_clipping(config), document_inputs)
 
 
 class ZeroEngine:
     """DeepSpeed's engine as an `Engine`."""
 
-    def __init__(self, engine: Any, clip: float | None) -> None:
+    def __init__(
+        self, engine: Any, clip: float | None, document_inputs: DocumentInputs | None = None
+    ) -> None:
         self._engine = engine
         self._clip = clip
+        self._document_inputs = document_inputs
         self._captured: list[Callable[[], None]] = []  # wait until copies of a save are made
         self.device: torch.device = torch.device(engine.device)
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        """[B, T] token ids to [B, T, V] logits."""
-        logits: Tensor = self._engine(input_ids=input_ids, use_cache=False).logits  # [B, T, V]
+    def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T] token ids to [B, T, V] logits; `documents` may lie on the host.
+
+        Raises:
+            ValueError: documents to an engine that was opened without the way to tell them apart.
+        """
+        given: Mapping[str, Any] = {}
+        if documents is not None:
+            if self._document_inputs is None:
+                raise ValueError("documents given to an engine that was opened without document_inputs")
+            given = self._document_inputs(documents, self.device)
+        logits: Tensor = self._engine(input_ids=input_ids, use_cache=False, **given).logits  # [B, T, V]
         return logits
 
     def backward(self, loss: Tensor) -> None:

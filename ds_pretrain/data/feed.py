@@ -6,13 +6,12 @@ another step or another skip ledger is thrown away. So there is no iterator to r
 Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -29,11 +28,24 @@ from ds_pretrain.world import World, uses_gpu
 _READ_AHEAD_STEPS = 2
 
 
-class MicroBatch(NamedTuple):
-    """Inputs and the tokens that follow them."""
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Inputs and the tokens that follow them; iterates over these two."""
 
     input_ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, already shifted: labels[b, t] follows input_ids[b, t]
+    documents: Tensor | None = None  # [B, T] int32: 0, 1, 2, ... from the left; None: they are not told apart
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.input_ids, self.labels))
+
+    def on(self, device: torch.device) -> "MicroBatch":
+        """Inputs and labels on a device. Documents stay: what a kernel needs of them is worked out here."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -48,15 +60,24 @@ class Batch:
 
 
 class Feed:
-    """Reads ahead on one thread. Every rank must be asked for the same steps."""
+    """Reads ahead on one thread. Every rank must be asked for the same steps.
+
+    With `mask_documents`, micro-batches tell their documents apart and labels across a boundary are ignored.
+    """
 
     def __init__(
-        self, sampler: Sampler, sources: Mapping[str, TokenSource], world: World, micro_sequences: int
+        self,
+        sampler: Sampler,
+        sources: Mapping[str, TokenSource],
+        world: World,
+        micro_sequences: int,
+        mask_documents: bool = False,
     ) -> None:
         self.sampler = sampler
         self.sources = sources
         self._world = world
         self._micro_sequences = micro_sequences
+        self._mask_documents = mask_documents
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: dict[tuple[int, SkipLedger], Future[Batch]] = {}
 
@@ -98,17 +119,21 @@ class Feed:
         """
         ids = self.sampler.ids(state.step, state.ledger)
         share = len(ids.sample) // num_ranks
-        starts = [rank * share for rank in range(num_ranks)]
-        rows = np.concatenate(  # [K, T + 1]
-            [read_samples(ids, self.sources, start, start + micro_sequences) for start in starts]
+        spans = [(rank * share, rank * share + micro_sequences) for rank in range(num_ranks)]
+        rows = np.concatenate([read_samples(ids, self.sources, *span) for span in spans])  # [K, T + 1]
+        starts = (  # [K, T + 1]
+            np.concatenate([read_starts(ids, self.sources, *span) for span in spans])
+            if self._mask_documents
+            else None
         )
         checksum = sum(crc32(row.tobytes()) for row in rows)
         per_rank = ceil(len(rows) / self._world.size / self._micro_sequences) * self._micro_sequences
-        mine = rows[self._world.rank * per_rank : (self._world.rank + 1) * per_rank]
-        filled = np.concatenate([mine, np.repeat(rows[:1], per_rank - len(mine), axis=0)])
+        mine = np.arange(self._world.rank * per_rank, min((self._world.rank + 1) * per_rank, len(rows)))
+        filled = np.concatenate([mine, np.zeros(per_rank - len(mine), np.int64)])  # row 0 where there is none
         batches = []
         for first in range(0, per_rank, self._micro_sequences):
-            batch = to_micro_batch(filled[first : first + self._micro_sequences])
+            chosen = filled[first : first + self._micro_sequences]
+            batch = to_micro_batch(rows[chosen], None if starts is None else starts[chosen])
             batch.labels[max(0, len(mine) - first) :] = IGNORED
             batches.append(batch)
         return batches, checksum
@@ -118,13 +143,19 @@ class Feed:
         share = len(ids.sample) // self._world.size
         first = self._world.rank * share
         rows = read_samples(ids, self.sources, first, first + share)  # [S / W, T + 1]
+        num_valid, starts = len(ids.sample) * ids.seq_len, None
+        if self._mask_documents:  # the index of all samples, so that no rank has to ask another
+            all_starts = read_starts(ids, self.sources, 0, len(ids.sample))  # [S, T + 1]
+            num_valid -= int(np.count_nonzero(all_starts[:, 1:]))
+            starts = all_starts[first : first + share]  # [S / W, T + 1]
         return Batch(
             ids=ids,
             micro_batches=tuple(
-                to_micro_batch(rows[i : i + self._micro_sequences])
+                to_micro_batch(rows[at], None if starts is None else starts[at])
                 for i in range(0, share, self._micro_sequences)
+                for at in [slice(i, i + self._micro_sequences)]
             ),
-            num_valid_tokens=len(ids.sample) * ids.seq_len,  # every token of every sample is trained on
+            num_valid_tokens=num_valid,
             checksums=tuple(crc32(row.tobytes()) for row in rows),
         )
 
@@ -141,11 +172,38 @@ def read_samples(
     return rows
 
 
-def to_micro_batch(rows: NDArray[np.int64]) -> MicroBatch:
-    """[B, T + 1] tokens to inputs and labels of [B, T]. No label is ignored because of its id."""
+def read_starts(
+    ids: SampleIds, sources: Mapping[str, TokenSource], first: int, stop: int
+) -> NDArray[np.bool_]:
+    """Which tokens of samples [first, stop) begin a document, as the index says: [stop - first, T + 1]."""
+    chosen = [sources[ids.names[index]] for index in ids.source[first:stop]]
+    return mark_starts(chosen, ids.sample[first:stop], ids.seq_len)
+
+
+def mark_starts(
+    sources: Sequence[TokenSource], samples: NDArray[np.int64], seq_len: int
+) -> NDArray[np.bool_]:
+    """Which tokens of sample `samples[i]` of `sources[i]` begin a document: [n, T + 1]."""
+    marks = np.zeros((len(samples), seq_len + 1), dtype=np.bool_)
+    for mark, source, sample in zip(marks, sources, samples.tolist(), strict=True):
+        mark[source.document_starts(sample * seq_len, seq_len + 1)] = True
+    return marks
+
+
+def to_micro_batch(rows: NDArray[np.int64], starts: NDArray[np.bool_] | None = None) -> MicroBatch:
+    """[B, T + 1] tokens to inputs and labels of [B, T]. No label is ignored because of its id.
+
+    `starts` [B, T + 1] says which tokens begin a document: as labels they are ignored, as inputs they are the
+    first of the next document of their row. The row begins one in any case.
+    """
     tokens = torch.from_numpy(rows)  # [B, T + 1]
     # Copies: with one row both slices count as contiguous, and an ignored label would overwrite an input.
     inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # [B, T] each
+    documents = None
+    if starts is not None:
+        labels[torch.from_numpy(starts[:, 1:])] = IGNORED
+        begun = np.concatenate([np.zeros_like(starts[:, :1]), starts[:, 1:-1]], axis=1)  # [B, T]
+        documents = torch.from_numpy(begun.cumsum(axis=1, dtype=np.int32))  # [B, T]
     if uses_gpu():
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
-    return MicroBatch(inputs, labels)
+    return MicroBatch(inputs, labels, documents)

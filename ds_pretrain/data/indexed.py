@@ -9,8 +9,10 @@ Shapes: n samples asked for, L tokens a sequence.
 import hashlib
 import json
 import mmap
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class TokenSource:
     sequence_lengths: NDArray[np.int32]  # [num_sequences], memory-mapped
     document_bounds: NDArray[np.int64]  # [num_documents + 1] indices of sequences, memory-mapped
     sidecar: dict[str, Any] | None  # what `prepare` wrote beside it; None for a foreign corpus
+    byte_offsets: NDArray[np.int64] | None = None  # [num_sequences] of the index, memory-mapped
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +88,28 @@ class TokenSource:
         for row, index in zip(out, indices, strict=True):
             row[:] = self.tokens(int(index) * seq_len, seq_len + 1)
         return out
+
+    def document_starts(self, start: int, count: int) -> NDArray[np.int64]:
+        """Where in tokens [start, start + count) a document begins, counted from `start`: [n], ascending.
+
+        Bisects the mapped index: O(log num_sequences + n), and no memory but the pages that it touches.
+        """
+        size = self.dtype.itemsize
+        offsets, bounds = self._byte_offsets, self.document_bounds
+        low = bisect_left(offsets, start * size)  # sequence
+        high = bisect_left(offsets, (start + count) * size, low)
+        first = bisect_left(bounds, low)  # document
+        last = bisect_left(bounds, high, first)
+        # Where an empty document is, the next one begins too.
+        return np.unique(offsets[bounds[first:last]] // size - start)
+
+    @cached_property
+    def _byte_offsets(self) -> NDArray[np.int64]:
+        """Of the index; of a source that was made without one, summed up once, 8 bytes a sequence."""
+        if self.byte_offsets is not None:
+            return self.byte_offsets
+        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)  # [num_sequences]
+        return np.asarray((ends - self.sequence_lengths) * self.dtype.itemsize)
 
     def fingerprint(self) -> str:
         """A hash that changes when the corpus does: of sizes, the index, both ends of the tokens."""
@@ -142,17 +167,19 @@ def _open(stem: Path) -> TokenSource:
             f"as `ds-pretrain prepare --out {stem}` writes them"
             for path in missing
         )
-    dtype, lengths, bounds = _read_index(idx_path)
+    dtype, lengths, bounds, offsets = _read_index(idx_path)
     _check_bin(bin_path, idx_path, dtype, int(lengths.sum(dtype=np.int64)))
     # Read before the map: an empty file cannot be mapped, and has been refused above.
     stream = np.memmap(bin_path, dtype=dtype, mode="r")
-    source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(file_of(stem, "json")))
+    source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(file_of(stem, "json")), offsets)
     if problems := _type_problems(source) or _sidecar_problems(source):
         raise InputError(problems)
     return source
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
+def _read_index(
+    path: Path,
+) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """The token dtype, the sequence lengths and the document bounds of an `.idx`, checked."""
     size = path.stat().st_size
     again = "it is not a Megatron index, or was cut short: copy it again, or prepare the source again"
@@ -184,7 +211,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
     bounds = np.frombuffer(mapped, "<i8", num_bounds, HEADER_BYTES + 12 * num_sequences)
     if problems := _index_problems(path, DTYPES[code].itemsize, lengths, pointers, bounds):
         raise InputError(problems)
-    return DTYPES[code], lengths, bounds
+    return DTYPES[code], lengths, bounds, pointers
 
 
 def _index_problems(

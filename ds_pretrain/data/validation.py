@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.feed import MicroBatch, to_micro_batch
+from ds_pretrain.data.feed import MicroBatch, mark_starts, to_micro_batch
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.record import IGNORED
 from ds_pretrain.world import World
@@ -23,13 +23,17 @@ class ValidationSet:
     source: TokenSource
     seq_len: int
     indices: NDArray[np.int64]
+    mask_documents: bool = False
 
 
-def make_validation_set(name: str, source: TokenSource, seq_len: int, tokens: int) -> ValidationSet:
+def make_validation_set(
+    name: str, source: TokenSource, seq_len: int, tokens: int, mask_documents: bool = False
+) -> ValidationSet:
     """About `tokens` tokens of a source: at least one sample, at most all that it has."""
     available = source.num_samples(seq_len)
     count = min(available, max(1, tokens // seq_len))
-    return ValidationSet(name, source, seq_len, np.arange(count, dtype=np.int64) * available // count)
+    indices = np.arange(count, dtype=np.int64) * available // count
+    return ValidationSet(name, source, seq_len, indices, mask_documents)
 
 
 def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
@@ -39,8 +43,12 @@ def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int
         first = start + world.rank * micro_sequences
         mine = chosen.indices[first : min(first + micro_sequences, start + per_round)]
         filler = np.repeat(chosen.indices[:1], micro_sequences - len(mine))
-        batch = to_micro_batch(
-            chosen.source.samples(np.concatenate([mine, filler]), chosen.seq_len)
-        )  # [B, T] twice
+        indices = np.concatenate([mine, filler])  # [B]
+        starts = (
+            mark_starts([chosen.source] * len(indices), indices, chosen.seq_len)
+            if chosen.mask_documents
+            else None
+        )
+        batch = to_micro_batch(chosen.source.samples(indices, chosen.seq_len), starts)
         batch.labels[len(mine) :] = IGNORED
         yield batch

@@ -1,0 +1,63 @@
+"""Which families and kernels can keep documents of one row apart. No torch here."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from ds_pretrain.errors import InputError
+from ds_pretrain.models.check import NAME, parse_model_config
+from ds_pretrain.models.family import Family, read_family
+
+MASK_KERNELS = ("eager", "sdpa")  # take any mask
+FLASH_KERNELS = ("flash_attention_2",)  # take lengths of documents
+LAYER_KINDS = ("full_attention", "sliding_attention")
+# How the code of a family says that it takes a mask for each kind of layer, and takes a mask at all.
+_TAKES_MASKS_BY_KIND = "attention_mask, dict)"
+_OTHER_LAYERS = ("create_recurrent_attention_mask", "create_chunked_causal_mask")
+_TAKES_MASK = ("create_causal_mask(", "create_causal_mask if ")
+
+
+def masking_problems(config_text: str, attention: str | None, name: str = NAME) -> list[str]:
+    """Why `model.mask_documents` would not hold for a model config and a kernel; empty if nothing is known.
+
+    What a family's code says is read from its source. `refuse_leaks` of `documents` tries the real model.
+    """
+    try:
+        config = parse_model_config(config_text, name)
+    except InputError as error:
+        return list(error.problems)
+    family = read_family(config["model_type"])
+    found = [*_kernel_problems(attention), *(_family_problems(config, family) if family else ())]
+    return [f"model.mask_documents = true: {problem}" for problem in found]
+
+
+def takes_masks_by_kind(model_type: str) -> bool:
+    """True if the family takes a table of masks, one for each kind of layer."""
+    family = read_family(model_type)
+    return family is not None and _TAKES_MASKS_BY_KIND in family.source
+
+
+def _kernel_problems(attention: str | None) -> Iterator[str]:
+    if attention in FLASH_KERNELS and find_spec("flash_attn") is None:
+        yield (
+            f'attention = "{attention}" needs the package flash-attn, which is not installed; install it, or '
+            'set attention = "sdpa" (which holds a mask of seq_len x seq_len)'
+        )
+    elif attention is not None and attention not in (*MASK_KERNELS, *FLASH_KERNELS):
+        known = ", ".join(f'"{kernel}"' for kernel in (*MASK_KERNELS, *FLASH_KERNELS))
+        yield f'attention = "{attention}" has not been shown to keep documents apart; use one of {known}'
+
+
+def _family_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """What lies between tokens of a family beside masked attention, or is placed by something else."""
+    model_type = config["model_type"]
+    remedy = "use a family of plain attention such as llama, qwen3 or gpt2, or set mask_documents = false"
+    kinds = family.value(config, "layer_types") or []
+    foreign = sorted({str(kind) for kind in kinds} - set(LAYER_KINDS))
+    if foreign or any(code in family.source for code in _OTHER_LAYERS):
+        what = f"layers of kind {', '.join(foreign)}" if foreign else "layers that are not plain attention"
+        yield f'"{model_type}" has {what}, through which documents see one another; {remedy}'
+    elif "position_ids" not in family.source or not any(code in family.source for code in _TAKES_MASK):
+        yield f'"{model_type}" takes no positions or no mask from outside; {remedy}'
+    elif family.value(config, "alibi"):
+        yield f'"{model_type}" with "alibi" counts distances from the mask, not from positions; {remedy}'
