@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ds_pretrain.data.feed import Batch, to_micro_batch
-from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.feed import Batch, Feed, to_micro_batch
+from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.validation import make_validation_set, validation_batches
+from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.record import IGNORED
 from ds_pretrain.state import RunState, Skip, SkipLedger
+from ds_pretrain.world import World
 from tests.data.in_memory import SEQ_LEN, feed_of, sampler_of, source_of
 
 SOURCES = {"few": source_of(60, 1), "many": source_of(700, 2)}
@@ -185,3 +189,172 @@ def test_first_micro_batches_are_the_same_samples_on_any_number_of_ranks(size: i
             assert bool(((batch.labels >= 0).all(dim=1) | (batch.labels == IGNORED).all(dim=1)).all())
     assert found == expected
     assert sums == {sum(sum(batch.checksums[:2]) for batch in saved)}
+
+
+EOS = 9
+
+
+def _source_of_documents(documents: list[list[list[int]]], name: str = "documents") -> TokenSource:
+    """Documents, each a list of sequences of token ids."""
+    sequences = [sequence for document in documents for sequence in document]
+    stream = np.array([token for sequence in sequences for token in sequence], "<i4")
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    bounds = np.cumsum([0, *(len(document) for document in documents)]).astype(np.int64)
+    return TokenSource(Path(name), stream, lengths, bounds, None)
+
+
+def _random_documents(seed: int, num_documents: int = 300) -> TokenSource:
+    """Documents of 0 to 3 sequences of 0 to 6 tokens, so that some are empty, some of several rows."""
+    random = np.random.default_rng(seed)
+    return _source_of_documents(
+        [
+            [random.integers(0, 20, random.integers(0, 7)).tolist() for _ in range(random.integers(0, 4))]
+            for _ in range(num_documents)
+        ],
+        f"random_{seed}",
+    )
+
+
+def _document_of_each_token(source: TokenSource) -> NDArray[np.int64]:
+    return np.repeat(np.arange(source.num_documents), source.document_lengths)
+
+
+def _feed_masked(sources: dict[str, TokenSource], rank: int = 0, size: int = 1, micro: int = 1) -> Feed:
+    return Feed(sampler_of(sources), sources, World(rank, size, rank), micro, mask_documents=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_documents_begin_where_the_index_says(seed: int) -> None:
+    source = _random_documents(seed)
+    of_token = _document_of_each_token(source)
+    begins = np.flatnonzero(np.diff(of_token, prepend=-1))
+    for start, count in [(0, 1), (0, source.num_tokens), *((at, at % 17) for at in range(0, 600, 7))]:
+        inside = begins[(begins >= start) & (begins < start + count)] - start
+        found = source.document_starts(start, count)
+        assert found.dtype == np.int64
+        assert found.tolist() == inside.tolist()
+
+
+def test_an_opened_source_finds_them_in_its_index_without_copying_it(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "text", 20)
+    writer.add([np.arange(n) for n in (3, 1, 5, 2, 7)])
+    writer.finish({})
+    source = open_source(tmp_path / "text")
+    assert source.document_starts(0, 18).tolist() == [0, 3, 4, 9, 11]
+    assert source.document_starts(4, 5).tolist() == [0]
+    assert source.document_starts(5, 4).tolist() == []
+    assert source._byte_offsets is source.byte_offsets is not None
+    assert source._byte_offsets.base is not None
+
+
+def test_labels_across_a_boundary_are_ignored_and_documents_are_numbered_from_the_left() -> None:
+    rows = np.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
+    starts = np.array([[0, 0, 1, 0, 0], [1, 1, 1, 0, 1]], dtype=np.bool_)
+    micro = to_micro_batch(rows, starts)
+    assert micro.documents is not None
+    assert micro.documents.dtype == torch.int32
+    assert micro.documents.tolist() == [[0, 0, 1, 1], [0, 1, 2, 2]]
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert micro.labels.tolist() == [[6, IGNORED, 8, 9], [IGNORED, IGNORED, 4, IGNORED]]
+
+
+def test_p37_the_separator_belongs_to_the_document_that_it_ends_and_is_learned() -> None:
+    documents = [[[1, 2, EOS]], [[3, 4, 5, 6, EOS]], [[7, 8, 1, 2, 3, 4, 5, 6, EOS]]]  # 3, 5 and 9 tokens
+    sources = {"only": _source_of_documents(documents)}
+    chosen = make_validation_set("held_out", sources["only"], 8, 100, mask_documents=True)
+    [first, second] = validation_batches(chosen, World(), 1)
+    assert first.input_ids.tolist() == [[1, 2, EOS, 3, 4, 5, 6, EOS]]
+    assert first.labels.tolist() == [[2, EOS, IGNORED, 4, 5, 6, EOS, IGNORED]]
+    assert second.labels.tolist() == [[8, 1, 2, 3, 4, 5, 6, EOS]]
+    assert first.documents is not None
+    assert second.documents is not None
+    assert first.documents.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert second.documents.tolist() == [[0] * 8]
+
+
+def test_p38_boundaries_come_from_the_index_and_no_token_id_makes_one() -> None:
+    """Separators inside a document split nothing; a document without one is split from the next."""
+    documents = [[[EOS, EOS, 1, EOS]], [[2, 3]], [[4, 5], [6, 7, 8]]]
+    source = _source_of_documents(documents)
+    chosen = make_validation_set("held_out", source, 10, 100, mask_documents=True)
+    [batch] = validation_batches(chosen, World(), 1)
+    assert batch.documents is not None
+    assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
+    assert batch.labels.tolist() == [[EOS, 1, EOS, IGNORED, 3, IGNORED, 5, 6, 7, 8]]
+
+
+def test_a_document_that_began_in_the_row_before_is_the_first_of_its_row() -> None:
+    source = _source_of_documents([[[1, 2, 3, 4, 5, 6]], [[7, 8, 1]]])
+    chosen = make_validation_set("held_out", source, 4, 100, mask_documents=True)
+    _, second = validation_batches(chosen, World(), 1)
+    assert second.documents is not None
+    assert second.documents.tolist() == [[0, 0, 1, 1]]
+    assert second.labels.tolist() == [[6, IGNORED, 8, 1]]
+
+
+def test_a_document_that_begins_with_the_next_row_takes_the_last_label() -> None:
+    source = _source_of_documents([[[1, 2, 3, 4]], [[5, 6, 7, 8, 1]]])
+    chosen = make_validation_set("held_out", source, 4, 100, mask_documents=True)
+    first, second = validation_batches(chosen, World(), 1)
+    assert first.labels.tolist() == [[2, 3, 4, IGNORED]]
+    assert second.labels.tolist() == [[6, 7, 8, 1]]
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_every_rank_counts_the_valid_labels_of_the_whole_global_batch(size: int) -> None:
+    sources = {"few": _random_documents(1), "many": _random_documents(2, 2000)}
+    documents_of = {name: _document_of_each_token(source) for name, source in sources.items()}
+    for step in (0, 7):
+        batches = []
+        for rank in range(size):
+            with _feed_masked(sources, rank, size) as feed:
+                batches.append(feed.at(RunState(step)))
+        micro_batches = [micro for batch in batches for micro in batch.micro_batches]
+        num_valid = sum(int((micro.labels != IGNORED).sum()) for micro in micro_batches)
+        assert {batch.num_valid_tokens for batch in batches} == {num_valid}
+        assert 0 < num_valid < 24 * SEQ_LEN
+        for micro, (name, _, sample) in zip(micro_batches, batches[0].ids.listed(), strict=True):
+            documents = documents_of[name][sample * SEQ_LEN :][: SEQ_LEN + 1]
+            assert micro.documents is not None
+            numbers = np.unique(documents[:-1], return_inverse=True)[1]
+            assert micro.documents.tolist() == [numbers.tolist()]
+            crossed = documents[1:] != documents[:-1]
+            assert (micro.labels[0] == IGNORED).tolist() == crossed.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_first_micro_batches_are_masked_as_the_ranks_had_them(size: int) -> None:
+    sources = {"only": _random_documents(3, 2000)}
+    expected = []
+    for rank in (0, 1):
+        with _feed_masked(sources, rank, 2, micro=2) as feed:
+            first = feed.at(RunState(5)).micro_batches[0]
+            assert first.documents is not None
+            expected += list(zip(first.labels.tolist(), first.documents.tolist(), strict=True))
+    found = []
+    for rank in range(size):
+        with _feed_masked(sources, rank, size, micro=2) as feed:
+            for micro in feed.first_micro_batches(RunState(5), num_ranks=2, micro_sequences=2)[0]:
+                assert micro.documents is not None
+                found += list(zip(micro.labels.tolist(), micro.documents.tolist(), strict=True))
+    there = [(labels, documents) for labels, documents in found if labels != [IGNORED] * SEQ_LEN]
+    assert there == [pair for pair in expected if pair[0] != [IGNORED] * SEQ_LEN]
+
+
+def test_documents_are_not_told_apart_unless_asked_for() -> None:
+    sources = {"only": _random_documents(3, 2000)}
+    with feed_of(sampler_of(sources), sources) as feed:
+        batch = feed.at(RunState(0))
+    assert {micro.documents for micro in batch.micro_batches} == {None}
+    assert all((micro.labels >= 0).all() for micro in batch.micro_batches)
+    chosen = make_validation_set("held_out", sources["only"], SEQ_LEN, 40)
+    assert {micro.documents for micro in validation_batches(chosen, World(), 1)} == {None}
+
+
+def test_a_micro_batch_moves_its_tokens_and_keeps_its_documents() -> None:
+    micro = to_micro_batch(np.array([[1, 2, 3]]), np.array([[True, True, False]]))
+    there = micro.on(torch.device("meta"))
+    assert there.input_ids.device.type == there.labels.device.type == "meta"
+    assert there.documents is micro.documents
+    input_ids, labels = micro
+    assert (input_ids.tolist(), labels.tolist()) == ([[1, 2]], [[IGNORED, 3]])
