@@ -3,6 +3,7 @@
 Seeking to any step costs the same, nothing is replayed, and the number of ranks does not enter: each rank
 takes its slice of the one global batch. The S samples of a step are the next S trained draws of its phase; a
 draw picks a source by the phase's mixture, and a source's draws visit each of its samples once an epoch.
+Every source is read on where the phases before have left it.
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.data.chunks import Chunks, Position, chunk_problems, default_chunk_tokens
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.mixture import Mixture, locate_samples, make_mixture
+from ds_pretrain.data.mixture import Mixture, make_mixture
 from ds_pretrain.data.permute import make_key
+from ds_pretrain.errors import InputError
 from ds_pretrain.state import Skip, SkipLedger
 from ds_pretrain.timeline import Timeline
+
+NO_SKIPS = SkipLedger()
 
 
 @dataclass(frozen=True)
@@ -40,35 +45,64 @@ class SampleIds:
 class Sampler:
     """The order of a run's data."""
 
-    seed: int
     timeline: Timeline
     mixtures: Mapping[str, Mixture]  # of each phase
-    num_samples: Mapping[tuple[str, int], int]  # of (source, seq_len)
+    chunks: Mapping[str, Chunks]  # of each source
 
     def ids(self, step: int, ledger: SkipLedger) -> SampleIds:
         """The samples of the update after `step` finished steps."""
         segment = self.timeline.at(step)
         draws = ledger.draws(segment.phase, self.timeline.trained_draws_before(step), segment.sequences)
-        return self.at_draws(segment.phase, segment.seq_len, draws, step)
+        return self.at_draws(segment.phase, segment.seq_len, draws, step, ledger)
 
-    def at_draws(self, phase: str, seq_len: int, draws: NDArray[np.uint64], step: int) -> SampleIds:
-        """What draws of a phase read, trained or skipped, in the order asked for; `step` is only noted."""
+    def at_draws(
+        self, phase: str, seq_len: int, draws: NDArray[np.uint64], step: int, ledger: SkipLedger = NO_SKIPS
+    ) -> SampleIds:
+        """What draws of a phase read, trained or skipped, in the order asked for; `step` is only noted.
+
+        Of the ledger the entries of earlier phases count: they move where the phase begins.
+        """
         mixture = self.mixtures[phase]
+        starts = self.starts(phase, ledger)
         source, draw_of_source = mixture.locate(draws)
         epoch, sample = np.empty_like(source), np.empty_like(source)
         for index in np.unique(source):
             name, here = mixture.names[index], source == index
-            key = make_key(self.seed, "samples", name, seq_len)
-            epoch[here], sample[here] = locate_samples(
-                draw_of_source[here], self.num_samples[name, seq_len], key
-            )
+            epoch[here], sample[here] = self.chunks[name].locate(starts[name], seq_len, draw_of_source[here])
         return SampleIds(step, seq_len, mixture.names, source, epoch, sample, draws)
 
-    def skipped(self, skip: Skip) -> SampleIds:
+    def skipped(self, skip: Skip, ledger: SkipLedger = NO_SKIPS) -> SampleIds:
         """What an entry of the ledger leaves out, by rising draw."""
-        segment = next(s for s in self.timeline.segments if s.phase == skip.phase)
         draws = np.arange(skip.start, skip.stop, dtype=np.uint64)
-        return self.at_draws(skip.phase, segment.seq_len, draws, skip.step)
+        return self.at_draws(skip.phase, self.seq_len_of(skip.phase), draws, skip.step, ledger)
+
+    def starts(self, phase: str, ledger: SkipLedger) -> dict[str, Position]:
+        """Where the phases before have left each source of a phase: as many steps as there are phases."""
+        position = dict.fromkeys(self.mixtures[phase].names, Position())
+        for earlier, trained in self.timeline.trained_by_phase(self.timeline.last_step).items():
+            if earlier == phase:
+                break
+            draws = int(ledger.draws(earlier, trained, 1)[0])  # trained and skipped ones
+            position |= {
+                name: there
+                for name, there in self.moved(position, earlier, draws).items()
+                if name in position
+            }
+        return position
+
+    def moved(self, starts: Mapping[str, Position], phase: str, draws: int) -> dict[str, Position]:
+        """Where `draws` draws of a phase leave the sources that it takes of those in `starts`."""
+        mixture, seq_len = self.mixtures[phase], self.seq_len_of(phase)
+        counts = zip(mixture.names, mixture.draws_of_source_before(draws), strict=True)
+        return {
+            name: self.chunks[name].after(starts[name], seq_len, count)
+            for name, count in counts
+            if name in starts
+        }
+
+    def seq_len_of(self, phase: str) -> int:
+        """Tokens of a sample of a phase."""
+        return next(segment.seq_len for segment in self.timeline.segments if segment.phase == phase)
 
 
 def make_sampler(
@@ -76,22 +110,29 @@ def make_sampler(
     timeline: Timeline,
     weights: Mapping[str, Mapping[str, float]],
     sources: Mapping[str, TokenSource],
+    chunk_tokens: Mapping[str, int] | None = None,
 ) -> Sampler:
     """The sampler of a run: `weights` maps each phase to its mixture.
 
+    `chunk_tokens` says what a source is cut into; one that it does not name is cut into the longest samples
+    that a phase takes of it.
+
     Raises:
-        InputError: a weight that cannot be drawn.
+        InputError: a weight that cannot be drawn, lengths that do not divide a source's chunks.
     """
+    seq_lens = {segment.phase: segment.seq_len for segment in timeline.segments}
+    lengths = default_chunk_tokens(seq_lens, weights) | dict(chunk_tokens or {})
+    if problems := chunk_problems(seq_lens, weights, lengths):
+        raise InputError(problems)
     return Sampler(
-        seed=seed,
         timeline=timeline,
         mixtures={
             phase: make_mixture(mixture, make_key(seed, "mixture", phase))
             for phase, mixture in weights.items()
         },
-        num_samples={
-            (name, segment.seq_len): sources[name].num_samples(segment.seq_len)
-            for segment in timeline.segments
-            for name in weights[segment.phase]
+        chunks={
+            name: Chunks(sources[name].num_samples(length), length, make_key(seed, "samples", name, length))
+            for name, length in lengths.items()
+            if name in sources
         },
     )

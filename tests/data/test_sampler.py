@@ -86,6 +86,44 @@ def test_p06_the_work_of_finding_a_batch_does_not_depend_on_the_step(monkeypatch
     assert work == [(24, 1)] * 2  # the sample of each of the 24 draws, and the layout of their block
 
 
+def test_the_order_of_one_phase_is_pinned() -> None:
+    """Another number here means that no checkpoint continues the run that it came from."""
+    sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, sequences=8)
+    ledger = NO_SKIPS.with_skip(Skip("main", 35, 50, "spike", 5, 1))
+    assert {step: sampler.ids(step, ledger).listed() for step in (0, 5, 999)} == {
+        0: [
+            ("many", 0, 657),
+            ("many", 0, 558),
+            ("few", 0, 13),
+            ("many", 0, 226),
+            ("many", 0, 76),
+            ("few", 0, 6),
+            ("many", 0, 363),
+            ("many", 0, 169),
+        ],
+        5: [
+            ("few", 0, 57),
+            ("many", 0, 590),
+            ("many", 0, 622),
+            ("few", 0, 29),
+            ("few", 0, 51),
+            ("few", 0, 35),
+            ("few", 0, 56),
+            ("many", 0, 682),
+        ],
+        999: [
+            ("few", 66, 22),
+            ("many", 5, 63),
+            ("few", 66, 29),
+            ("many", 5, 546),
+            ("few", 66, 48),
+            ("few", 66, 54),
+            ("few", 66, 10),
+            ("few", 66, 21),
+        ],
+    }
+
+
 def test_another_seed_is_another_order_of_the_same_samples() -> None:
     sources = {"only": source_of(1024)}
     first, second = (_order(sampler_of(sources, 64, seed=seed), range(64)) for seed in (7, 8))
