@@ -7,10 +7,10 @@ that the next start goes on from.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import write_atomic, write_point
@@ -18,6 +18,7 @@ from ds_pretrain.response import is_abandoned
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 
 _FILE = "cure.json"
+Made = TypeVar("Made", Rollback, Skip)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ def read_cure(out: Path) -> Cure:
     path = out / _FILE
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rollbacks: Sequence[Any] = data["rollbacks"]
-        skips = tuple(Skip(**s) for s in data["skips"])
-        return Cure(tuple(Rollback(**r) for r in rollbacks), SkipLedger(skips))
+        skips = tuple(_made(Skip, one) for one in data["skips"])
+        return Cure(tuple(_made(Rollback, one) for one in data["rollbacks"]), SkipLedger(skips))
     except FileNotFoundError:
         return Cure()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -59,9 +59,16 @@ def read_cure(out: Path) -> Cure:
         ) from error
 
 
+def _made(kind: type[Made], data: Mapping[str, Any]) -> Made:
+    for one in fields(kind):
+        if type(data[one.name]) is not one.type:
+            raise TypeError(f"{one.name} = {data[one.name]!r}")
+    return kind(**data)
+
+
 def write_cure(out: Path, state: RunState) -> None:
     """Make a rollback count, all or nothing: `state` is the one that the run goes on from."""
-    fields = {"rollbacks": [vars(r) for r in state.rollbacks], "skips": [vars(s) for s in state.ledger.skips]}
+    cure = {"rollbacks": [vars(r) for r in state.rollbacks], "skips": [vars(s) for s in state.ledger.skips]}
     write_point("cure")
-    write_atomic(out / _FILE, json.dumps(fields, indent=1) + "\n")
+    write_atomic(out / _FILE, json.dumps(cure, indent=1) + "\n")
     write_point("cured")

@@ -1,11 +1,12 @@
 """The watchdog at work in the loop: what it sees, and the way back to an older checkpoint."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import published, step_of
+from ds_pretrain.checkpoint.layout import RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM
 from ds_pretrain.checkpoint.verdict import Found, found_at_step
@@ -18,7 +19,7 @@ from ds_pretrain.incidents import Incidents, RankLosses
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import StepRecord
-from ds_pretrain.response import Response, after_rollback, respond
+from ds_pretrain.response import Response, after_rollback, is_abandoned, respond
 from ds_pretrain.state import Rollback, RunState, SkipLedger
 from ds_pretrain.suspects import find_suspects, offending_steps
 from ds_pretrain.watchdog import Verdict, judge, norm_limit
@@ -128,7 +129,7 @@ class Watchdog:
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
         """The checkpoint to go back to, verified and ready to load. Collective."""
-        calm = from_main(self._world, self._calm_steps() if self._world.is_main else [])
+        calm = from_main(self._world, calm_steps(self._places, state) if self._world.is_main else [])
         while True:
             response = respond(self._plan.ladder, state.rollbacks, verdict, step, calm)
             if response.action == "stop" or response.to_step is None:
@@ -139,11 +140,6 @@ class Watchdog:
                 return store.fitted(outcome, deepspeed, self._places, self._world, self._tell), response
             self._tell(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
             calm = [c for c in calm if c != response.to_step]
-
-    def _calm_steps(self) -> list[int]:
-        folders = published(self._places.root)
-        steps = [step_of(folder.name) for folder in folders if (folder / CALM).exists()]
-        return [step for step in steps if step is not None]
 
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
         assert verdict.onset is not None
@@ -195,6 +191,19 @@ class Watchdog:
             f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and schedule.peak, "
             f"then start again. {next_start}{tried}"
         )
+
+
+def calm_steps(places: Places, state: RunState) -> list[int]:
+    """The checkpoints that a run may go back to: none, though pinned, of a branch that it has left."""
+    steps = []
+    for folder in published(places.root):
+        step = step_of(folder.name)
+        if step is None or not (folder / CALM).exists():
+            continue
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it would not verify either
+            saved = RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
+            steps += [] if is_abandoned(saved, state.rollbacks) else [step]
+    return steps
 
 
 def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:

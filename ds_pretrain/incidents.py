@@ -38,6 +38,7 @@ class Incidents:
         self._patience = plan.run.watchdog.patience
         self._recent: deque[tuple[int, RankLosses]] = deque(maxlen=self._patience + 2 * ONSET_REACH)
         self._replay: Replay | None = None  # on rank 0
+        self._concluded: set[int] = set()  # numbers of those whose outcome has been told
         self._open: dict[int, Rollback] = {}  # what has been gone back for and is not passed yet, by number
         self._said: tuple[Any, ...] = ()
         self._num_non_finite = 0  # norms of this start, where the loss was finite
@@ -45,16 +46,24 @@ class Incidents:
     def lacking(self, state: RunState) -> tuple[str, ...]:
         """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
         number = len(state.rollbacks)
+        told = {event for event, incident in self._told(state) if incident == number}
         if number not in self._open_ones(state):
             return ()
-        lacking = {"rollback": None, "suspects": None}
-        with suppress(OSError):
-            for record in read_metrics_backwards(self._plan.out / METRICS):
-                if record.get("incident") == number:
-                    lacking.pop(str(record.get("event")), None)
-                if "rollback" not in lacking:
-                    break
-        return tuple(lacking)
+        return tuple(event for event in ("rollback", "suspects") if event not in told)
+
+    def _told(self, state: RunState) -> set[tuple[Any, Any]]:
+        """(event, incident) of what has been told of the rollbacks that may be open. On rank 0."""
+        told: set[tuple[Any, Any]] = set()
+        numbers = self._open_ones(state)
+        if numbers:
+            with suppress(OSError):
+                for record in read_metrics_backwards(self._plan.out / METRICS):
+                    if "incident" in record:
+                        told.add((record.get("event"), record["incident"]))
+                    if ("rollback", min(numbers)) in told:
+                        break
+        self._concluded = {incident for event, incident in told if event == "outcome"}
+        return told
 
     def begin(self, state: RunState) -> None:
         """Take up the rollbacks whose outcome is still to come: after one, and where a start begins."""
@@ -70,6 +79,7 @@ class Incidents:
             number: rollback
             for number, rollback in enumerate(state.rollbacks, start=1)
             if rollback.response != "stop" and state.step < rollback.step + self._patience
+            if number not in self._concluded
             if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
         }
 
@@ -190,6 +200,7 @@ class Incidents:
 
     def _conclude(self, number: int, step: int, came_back: bool) -> None:
         """Tell what a replay showed, once."""
+        self._concluded.add(number)
         replay = self._replay
         if replay is None or replay.incident != number:
             return

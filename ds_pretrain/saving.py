@@ -249,6 +249,8 @@ class Saver:
             step=state.step,
             tokens=timeline.tokens_before(state.step),
             samples=timeline.samples_before(state.step),
+            draws=timeline.samples_before(state.step)
+            + state.ledger.num_before(timeline.trained_by_phase(state.step)),
             world_size=self._world.size,
             zero_stage=zero_stage(self._plan.deepspeed),
             versions={name: version(name) for name in ("ds-pretrain", "deepspeed", "torch", "transformers")},

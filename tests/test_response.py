@@ -111,6 +111,17 @@ def test_a_checkpoint_is_on_a_branch_that_was_left_if_any_rollback_since_went_be
     assert is_abandoned(RunState(203), (FIRST, stop), heeds_stop=False)
 
 
+@pytest.mark.parametrize(
+    "wrong", ['"to_step": "190"', '"to_step": 190.0', '"to_step": true', '"to_steps": 190']
+)
+def test_a_cure_of_other_types_is_refused_with_what_is_wrong(tmp_path: Path, wrong: str) -> None:
+    write_cure(tmp_path, RunState(190, rollbacks=(FIRST,)))
+    text = (tmp_path / "cure.json").read_text()
+    (tmp_path / "cure.json").write_text(text.replace('"to_step": 190', wrong))
+    with pytest.raises(InputError, match=r"cure\.json cannot be read \(.*to_step"):
+        read_cure(tmp_path)
+
+
 def test_a_cure_comes_back_from_disk_and_is_applied_to_what_does_not_know_of_it(tmp_path: Path) -> None:
     assert read_cure(tmp_path) == Cure()
     ledger = SkipLedger((Skip("main", 80, 160, "spike", 1, 1),))

@@ -50,6 +50,7 @@ class Manifest:
     identity: Mapping[str, Any]  # of the run: what another start must agree with
     files: Mapping[str, FileEntry]
     probe: Probe | None = None
+    draws: int | None = None  # of the order of the data: trained and skipped; None: not counted then
 
     def to_json(self) -> str:
         """Text that `parse_manifest` reads; it carries a checksum of itself."""

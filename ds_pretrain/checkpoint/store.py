@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,25 +62,39 @@ def find(
     """
     told = agreed_look(places.root, world, lambda: _steps_here(places, world, tell))
     shipped = agreed_look(places.root, world, lambda: _shipped_steps(places, world))[0]
+    passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world, tell)
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
+                if passed_over:
+                    leave(places, step, world, tell)
                 return outcome
             if world.is_main:
                 tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
-            leave(places, step - 1, world, tell)
+            passed_over.append(step)
             continue
         _set_aside(places, step, outcome, world, tell)
     if shipped or any(steps or had_broken for steps, had_broken in told):
         raise agreed(
             InputError(
                 f"no checkpoint in {places.root} verifies (what does not was named and set aside as "
-                f"*{BROKEN}); a run never silently starts again at step 0: put an intact checkpoint back, or "
-                "give the run file a new `out`"
+                f"*{BROKEN}{_but(passed_over)}); a run never silently starts again at step 0: put an intact "
+                "checkpoint back, or give the run file a new `out`"
             )
         )
     return None
+
+
+def _but(passed_over: Sequence[int]) -> str:
+    """Of an error: what does verify, and is not gone on from."""
+    if not passed_over:
+        return ""
+    steps = ", ".join(f"{step:,}" for step in passed_over)
+    return (
+        f"; those of steps {steps} do, but the watchdog has gone back behind them: "
+        'after a stop watchdog.mode = "observe" goes on from there'
+    )
 
 
 def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:

@@ -17,7 +17,8 @@ from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import Capture
-from ds_pretrain.state import RunState, Skip, SkipLedger
+from ds_pretrain.healing import calm_steps
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
 from tests.checkpoint.test_layout import MANIFEST
 from tests.ranks import run_ranks
@@ -509,3 +510,28 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
         for step in (6, 4)
     ]
     assert not (tmp_path / step_name(6)).exists()
+
+
+def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole(tmp_path: Path) -> None:
+    world = World()
+    for step in (2, 4, 6):
+        _save(tmp_path, step, world)
+    _truncate(tmp_path / step_name(2) / FILES[0])
+    with pytest.raises(
+        InputError, match="those of steps 6, 4 do, but the watchdog has gone back behind them"
+    ):
+        store.find(Places(tmp_path, tmp_path), world, print, lambda state: state.step > 2)
+    assert {step_name(4), step_name(6)} <= set(_names(tmp_path))
+    found = store.find(Places(tmp_path, tmp_path), world, print)  # as mode "observe" would
+    assert found is not None
+    assert found.manifest.step == 6
+
+
+def test_a_pinned_calm_checkpoint_of_a_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
+    world, places = World(), Places(tmp_path, tmp_path)
+    for step in (2, 4, 6):
+        _save(tmp_path, step, world)
+        (tmp_path / step_name(step) / CALM).touch()
+    back = Rollback(2, 7, 5, "lasting_spike", "replay", 1)
+    assert calm_steps(places, RunState(6)) == [6, 4, 2]
+    assert calm_steps(places, RunState(6, rollbacks=(back,))) == [2]

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, parse_manifest, published, step_name
 from ds_pretrain.cli import main
 from ds_pretrain.cure import read_cure
 from ds_pretrain.data.feed import read_samples
@@ -18,7 +18,7 @@ from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.errors import EXIT_BAD_INPUT
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
-from ds_pretrain.state import SkipLedger
+from ds_pretrain.state import RunState, SkipLedger
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace, validations
 from tests.runs.sick import make_sick_run
@@ -60,7 +60,17 @@ def _require_exact(run_file: Path) -> list[tuple[int, int]]:
     assert [r["samples"] for r in records] == [BATCH * step for step in range(1, STEPS + 1)]
     assert sorted(validations(out)) == list(range(4, STEPS + 1, 4))
     assert main(["audit", str(run_file), "--all"]) == 0
+    for folder in published(out / "checkpoints"):
+        _require_counters(folder)
     return [(skip.start, skip.stop) for skip in ledger.skips]
+
+
+def _require_counters(folder: Path) -> None:
+    """A checkpoint says how many samples were trained, and how far in the order of the data it stands."""
+    manifest = parse_manifest((folder / MANIFEST).read_text())
+    ledger = RunState.from_json((folder / RUN_STATE).read_text()).ledger
+    assert manifest.samples == BATCH * manifest.step
+    assert manifest.draws == ledger.draws("main", manifest.samples, 1)[0]
 
 
 def _checksums(run_file: Path, ledger: SkipLedger) -> list[int]:
