@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of
+from ds_pretrain.data.views import chosen_of
 from ds_pretrain.errors import InputError
 
 _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length needs little memory
@@ -21,7 +22,7 @@ class Passage:
     source: str
     epoch: int
     sample: int
-    documents: tuple[int, ...]  # of the source, 0 for the first; those with a token in the sample
+    documents: tuple[int, ...]  # of the corpus, 0 for the first; those with a token in the sample
     text: str  # whole
 
 
@@ -65,12 +66,13 @@ def _documents(source: TokenSource, starts: NDArray[np.int64], count: int) -> li
     """The documents that tokens [start, start + count) lie in, for each start; empty documents hold none."""
     first = _sequences_at(source, starts)
     last = _sequences_at(source, starts + count - 1)
-    bounds = source.document_bounds
+    bounds, chosen = source.document_bounds, chosen_of(source)
     found = []
     for low, high in zip(first.tolist(), last.tolist(), strict=True):
         begin = int(np.searchsorted(bounds, low, side="right")) - 1
         end = int(np.searchsorted(bounds, high, side="right")) - 1
-        found.append(tuple(d for d in range(begin, end + 1) if _has_tokens(source, d, low, high)))
+        inside = [d for d in range(begin, end + 1) if _has_tokens(source, d, low, high)]
+        found.append(tuple(inside if chosen is None else chosen.documents[inside].tolist()))
     return found
 
 

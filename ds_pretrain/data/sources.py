@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.data.indexed import TokenSource, file_of
+from ds_pretrain.data.views import chosen_of
 
 SCAN_TOKENS = 50_000_000  # up to here every token is looked at: about 0.1 s
 _BLOCK_TOKENS = 1 << 16
@@ -41,8 +42,10 @@ def check_source(
     """
     problems = []
     if source.num_samples(seq_len) == 0:
+        chosen = chosen_of(source)
+        where = "" if chosen is None else f"in documents of {chosen.words}: "
         problems.append(
-            f"{file_of(source.prefix, 'bin')}: {source.num_tokens} tokens, fewer than one sample of "
+            f"{file_of(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one sample of "
             f"{seq_len} + 1; shorten the sequence or prepare more text"
         )
     if eos_id is not None and not 0 <= eos_id < vocab_size:
@@ -112,9 +115,11 @@ def _range_problems(source: TokenSource, vocab_size: int, scan_tokens: int) -> l
         # Extremes first: they cost far less than a comparison of every token.
         if block.size and (int(block.max()) >= vocab_size or int(block.min()) < 0):
             at = int(np.flatnonzero((block.astype(np.int64) >= vocab_size) | (block < 0))[0])
-            offset = (start + at) * source.dtype.itemsize
+            chosen = chosen_of(source)
+            token = start + at if chosen is None else chosen.origin_of(start + at)
             return [
-                f"{file_of(source.prefix, 'bin')}: offset {offset}: token {start + at} has id {block[at]}, "
+                f"{file_of(source.prefix, 'bin')}: offset {token * source.dtype.itemsize}: "
+                f"token {token} has id {block[at]}, "
                 f"outside the model's vocabulary of {vocab_size}; the model config has another tokenizer's "
                 f"vocab_size, or the file is not {source.dtype.name}"
             ]
