@@ -68,6 +68,7 @@ TORCH_FREE = (
     *(name for name, layer in LAYERS.items() if layer < 2),
     *("run_directory", "stop", "preflight", "launch", "cli", "__main__", "monitor"),
     *("checkpoint.remote", "checkpoint.ship"),
+    *("models.rope_settings", "models.rope_change", "models.rope_reference"),
     *("models.check", "models.flops", "data.indexed", "data.mixture", "data.sampler", "data.sources"),
 )
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "wandb")

@@ -13,35 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SUFFIX = "inv_freq"
+SUFFIX = "inv_freq"
 
 
-def restore_rotary(module: nn.Module) -> int:
-    """Compute every rotary frequency of `module` anew, in fp32, where it lies; the number of tables restored.
+def restore_rotary(module: nn.Module, device: str | None = None) -> int:
+    """Compute every rotary frequency of `module` anew, in fp32; the number of tables restored.
+
+    They stay on their device unless one is named.
 
     Call it after the engine was opened. The tables follow each rotary module's own config, so it also applies
     a changed `rope_parameters`.
     """
     num_restored = 0
-    for rotary in _rotary_modules(module):
+    for rotary in rotary_modules(module):
         fresh = _built_anew(rotary)
         for name, table in fresh.named_buffers(recurse=False):
-            if name.endswith(_SUFFIX):
-                setattr(rotary, name, table.to(device=getattr(rotary, name).device, dtype=torch.float32))
+            if name.endswith(SUFFIX):
+                setattr(
+                    rotary, name, table.to(device=device or getattr(rotary, name).device, dtype=torch.float32)
+                )
                 num_restored += 1
-        if hasattr(fresh, "attention_scaling"):
-            rotary.attention_scaling = fresh.attention_scaling
+        for name, value in vars(fresh).items():
+            if name.endswith("attention_scaling"):  # one, or one a kind of layer
+                setattr(rotary, name, value)
     return num_restored
 
 
 def rotary_tables(module: nn.Module) -> dict[str, Tensor]:
     """The rotary frequencies of `module` by name."""
-    return {name: table for name, table in module.named_buffers() if name.endswith(_SUFFIX)}
+    return {name: table for name, table in module.named_buffers() if name.endswith(SUFFIX)}
 
 
-def _rotary_modules(module: nn.Module) -> Iterator[nn.Module]:
+def rotary_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold rotary frequencies."""
     for candidate in module.modules():
-        if any(name.endswith(_SUFFIX) for name, _ in candidate.named_buffers(recurse=False)):
+        if any(name.endswith(SUFFIX) for name, _ in candidate.named_buffers(recurse=False)):
             yield candidate
 
 
