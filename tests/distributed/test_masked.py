@@ -31,7 +31,7 @@ RATE = 1e-2
 
 
 def _rows() -> tuple[Any, Any]:
-    """[S, T + 1] tokens, and which begin a document: a whole row, eight of one token, a cut at the end, three."""
+    """[S, T + 1] tokens, and which begin a document: a row of one, many of one token, a cut at the end."""
     tokens = np.random.default_rng(3).integers(0, 257, (SEQUENCES, SEQ_LEN + 1))
     starts = np.zeros_like(tokens, dtype=np.bool_)
     starts[1, 2:9] = True

@@ -201,6 +201,22 @@ def test_the_window_of_a_family_is_kept(family: str) -> None:
         ]
 
 
+def test_all_layers_keep_the_same_mask_for_the_backward_pass() -> None:
+    """A mask of T x T in each layer is what runs out of memory first."""
+    model = _model(tiny.LLAMA, "sdpa")
+    masks = set()
+
+    def note(kept: Tensor) -> Tensor:
+        if kept.shape[-2:] == (LENGTH, LENGTH):
+            masks.add(kept.untyped_storage().data_ptr())
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        logits = _masked(model, DOCUMENTS, input_ids=_tokens(2))
+    assert len(masks) == 1
+    assert logits.requires_grad
+
+
 def test_positions_restart_at_each_document() -> None:
     config = _model(tiny.LLAMA, "sdpa").config
     positions = attention_inputs(DOCUMENTS, config, torch.float32)["position_ids"]
