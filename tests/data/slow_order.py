@@ -49,15 +49,20 @@ class SlowSource:
     seq_len: int = 0
     chunk: int = 0  # over all epochs, the next to be taken
     deck: deque[Drawn] = field(default_factory=deque)
-    left_out: list[Drawn] = field(default_factory=list)  # dealt to nobody, of the length they were cut to
+    left_out_tokens: int = 0  # dealt to nobody, as another length was asked for
 
     def draw(self, seq_len: int) -> Drawn:
         if seq_len != self.seq_len:
-            self.left_out += self.deck
+            self.left_out_tokens += len(self.deck) * self.seq_len
             self.deck, self.seq_len = deque(), seq_len
         if not self.deck:
             self._take_window()
         return self.deck.popleft()
+
+    @property
+    def chunks_passed(self) -> float:
+        """Of all epochs."""
+        return self.chunk - len(self.deck) * self.seq_len / self.chunk_tokens
 
     def _take_window(self) -> None:
         num_chunks = (self.num_tokens - 1) // self.chunk_tokens
@@ -86,7 +91,8 @@ class Walk:
 
     drawn: dict[str, list[Drawn]]  # by phase, skipped ones too
     steps: list[list[Drawn]]  # the trained ones
-    sources: dict[str, SlowSource]
+    passed: dict[str, dict[str, float]]  # by phase, chunks of each source at its end
+    left_out: dict[str, dict[str, int]]  # by phase, tokens of each source in all
 
 
 def walk(
@@ -104,6 +110,8 @@ def walk(
     }
     drawn: dict[str, list[Drawn]] = {}
     steps: list[list[Drawn]] = []
+    passed: dict[str, dict[str, float]] = {}
+    left_out: dict[str, dict[str, int]] = {}
     for phase in dict.fromkeys(segment.phase for segment in line.segments):
         mixture = make_mixture(weights[phase], make_key(seed, "mixture", phase))
         names = [mixture.names[index] for index in mixture.locate(np.arange(2000))[0].tolist()]
@@ -124,7 +132,9 @@ def walk(
                 steps.append(batch)
         while len(drawn[phase]) in skipped:  # what is skipped is not read by the next phase either
             deal()
-    return Walk(drawn, steps, slow)
+        passed[phase] = {name: source.chunks_passed for name, source in slow.items() if source.chunk}
+        left_out[phase] = {name: source.left_out_tokens for name, source in slow.items()}
+    return Walk(drawn, steps, passed, left_out)
 
 
 @dataclass

@@ -22,7 +22,7 @@ def _all(phases: Iterable[str], **mixture: float) -> dict[str, dict[str, float]]
     return {phase: dict(mixture) for phase in phases}
 
 
-@pytest.fixture(params=[None, 4, 1], ids=["usual windows", "windows of a quarter", "windows of an epoch"])
+@pytest.fixture(params=[None, 3], ids=["usual windows", "windows of a third"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
         monkeypatch.setattr(module, "EPOCH_WINDOWS", request.param)
@@ -30,7 +30,7 @@ def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_p03_any_step_of_any_run_reads_what_a_walk_from_the_start_reads(windows: None) -> None:
     num_epochs, num_lengths = Counter[int](), Counter[int]()
-    for case in cases(range(16)):
+    for case in cases(range(12)):
         walked, sampler = case.walked(), case.sampler
         for step, expected in enumerate(walked.steps):
             assert sampler.ids(step, case.ledger).listed() == expected
@@ -43,7 +43,7 @@ def test_p03_any_step_of_any_run_reads_what_a_walk_from_the_start_reads(windows:
 def test_p39_no_token_is_read_twice_before_its_epoch_is_through(windows: None) -> None:
     """Over all phases; the rest of an epoch is left out where the length changes, and nothing else is."""
     num_left_out = 0
-    for case in cases(range(40, 56)):
+    for case in cases(range(40, 50)):
         walked, seq_lens = case.walked(), {s.phase: s.seq_len for s in case.line.segments}
         times = {name: Counter[tuple[int, int]]() for name in case.sources}  # (epoch, token)
         last_epoch: dict[str, int] = {}
@@ -87,7 +87,7 @@ def _left_out_tokens(walked: Walk, case: Case, name: str, epoch: int) -> int:
 def test_what_an_entry_of_the_ledger_leaves_out_is_what_would_have_been_read() -> None:
     """In any phase: entries of earlier phases move where it begins, and its own entries move nothing."""
     num_skips = 0
-    for case in cases(range(80, 100)):
+    for case in cases(range(80, 92)):
         drawn = case.walked().drawn
         for skip in case.ledger.skips:
             told = case.sampler.skipped(skip, case.ledger).listed()
@@ -96,7 +96,7 @@ def test_what_an_entry_of_the_ledger_leaves_out_is_what_would_have_been_read() -
             num_skips += len(known) > 0
             others = SkipLedger(tuple(s for s in case.ledger.skips if s.phase != skip.phase))
             assert case.sampler.skipped(skip, others).listed() == told
-    assert num_skips > 10
+    assert num_skips > 6
 
 
 def test_a_skip_moves_the_phases_after_it_on_and_leaves_those_before_alone() -> None:

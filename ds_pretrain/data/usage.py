@@ -1,0 +1,177 @@
+"""How much of each source a run reads, phase by phase, and how much of it twice: known before it starts.
+
+An epoch is passed when each of its chunks was read or left out: what is left out where a phase takes samples
+of another length (less than a window, see chunks.py) counts as passed, and comes in the next epoch.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ds_pretrain.data.chunks import Position
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.sampler import NO_SKIPS, Sampler
+from ds_pretrain.data.views import chosen_of
+from ds_pretrain.state import SkipLedger
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """What one phase reads of one source; skipped draws count as read."""
+
+    source: str
+    phase: str
+    seq_len: int
+    draws: int
+    share: float  # of the phase's draws
+    tokens: int
+    repeated_tokens: int  # of these, those of epochs after the first
+    epochs: float  # of the source from the start of the run to the end of the phase
+    left_out_tokens: int  # before the phase, as it takes another length: they come in the next epoch
+
+
+def usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
+    """The use of every source in every phase, in the order of phases. Each source must hold a chunk."""
+    uses = []
+    for phase, trained in _phases(sampler).items():
+        mixture, seq_len = sampler.mixtures[phase], sampler.seq_len_of(phase)
+        starts, draws = sampler.starts(phase, ledger), int(ledger.draws(phase, trained, 1)[0])
+        ends = sampler.moved(starts, phase, draws)
+        counts = zip(mixture.names, mixture.draws_of_source_before(draws), strict=True)
+        for name, count in counts:
+            chunks, start, end = sampler.chunks[name], starts[name], ends[name]
+            new = max(0, chunks.num_chunks - end.chunk) * (chunks.chunk_tokens // seq_len)
+            left = chunks.end_of_window(start) - chunks.chunks_before(start)
+            uses.append(
+                SourceUse(
+                    source=name,
+                    phase=phase,
+                    seq_len=seq_len,
+                    draws=count,
+                    share=count / draws,
+                    tokens=count * seq_len,
+                    repeated_tokens=min(count, max(0, end.draws - new)) * seq_len if count else 0,
+                    epochs=chunks.chunks_before(end) / chunks.num_chunks,
+                    left_out_tokens=(
+                        round(left * chunks.chunk_tokens) if count and start.seq_len != seq_len else 0
+                    ),
+                )
+            )
+    return uses
+
+
+def step_beyond(
+    sampler: Sampler, source: str, epochs: float, ledger: SkipLedger = NO_SKIPS
+) -> tuple[int, str] | None:
+    """The first step, and its phase, after which more than `epochs` of a source were passed, if any."""
+    chunks = sampler.chunks[source]
+    for phase, trained in _phases(sampler).items():
+        start = sampler.starts(phase, ledger).get(source)
+        if start is None:
+            continue
+        segments = [segment for segment in sampler.timeline.segments if segment.phase == phase]
+        steps = range(segments[0].first_step, segments[-1].end_step + 1)
+
+        def is_beyond(step: int, phase: str = phase, start: Position = start, trained: int = trained) -> bool:
+            read = sampler.timeline.trained_by_phase(step).get(phase, trained)
+            draws = int(ledger.draws(phase, read, 1)[0])
+            there = sampler.moved({source: start}, phase, draws)[source]
+            return chunks.chunks_before(there) > epochs * chunks.num_chunks
+
+        first = bisect_left(steps, True, key=is_beyond)
+        if first < len(steps):
+            return steps[first], phase
+    return None
+
+
+def usage_lines(
+    sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
+) -> Iterator[str]:
+    """What a person is told of the data of a run, warnings last."""
+    uses = usage(sampler, ledger)
+    names = list(dict.fromkeys(use.source for use in uses))
+    one_phase = len(_phases(sampler)) == 1
+    for name in names:
+        source, mine = sources[name], [use for use in uses if use.source == name]
+        told = f"source     {name}: {source.num_tokens:,} tokens, {source.num_documents:,} documents"
+        if one_phase:
+            yield f"{told}; {_share(mine[0])}, {mine[0].epochs:.2f} epochs"
+            continue
+        tokens = sum(use.tokens for use in mine)
+        yield f"{told}; {tokens:,} tokens of it are read, {mine[-1].epochs:.2f} epochs"
+        yield from (f"           {_phase_words(use)}" for use in mine)
+    for name in names:
+        if passed := step_beyond(sampler, name, 1, ledger):
+            last = [use.epochs for use in uses if use.source == name][-1]
+            yield (
+                f"warning    sources.{name} passes one epoch at step {passed[0]:,} (phase {passed[1]}), and "
+                f"the run reads {last:.2f}: what was read is read again from there on"
+            )
+    yield from (f"warning    {words}" for words in overlaps({name: sources[name] for name in names}))
+
+
+def usage_problems(
+    sampler: Sampler, max_epochs: Mapping[str, float | None], ledger: SkipLedger = NO_SKIPS
+) -> list[str]:
+    """Sources that the run reads more often than `max_epochs` allows, by name; None allows anything."""
+    uses = usage(sampler, ledger)
+    problems = []
+    for name, most in max_epochs.items():
+        mine = [use for use in uses if use.source == name]
+        if most is None or not mine or (passed := step_beyond(sampler, name, most, ledger)) is None:
+            continue
+        chunks = sampler.chunks[name]
+        problems.append(
+            f"sources.{name}.max_epochs = {most:g} is passed at step {passed[0]:,} of "
+            f"{sampler.timeline.last_step:,} (phase {passed[1]}): the run takes "
+            f"{sum(use.tokens for use in mine):,} tokens of {chunks.num_chunks * chunks.chunk_tokens:,}, "
+            f"{mine[-1].epochs:.2f} epochs; shorten the run, lower the weight of {name}, add text to it, or "
+            "raise max_epochs"
+        )
+    return problems
+
+
+def overlaps(sources: Mapping[str, TokenSource]) -> Iterator[str]:
+    """Sources of different names that hold the same documents of one corpus."""
+    for (one, first), (other, second) in combinations(sources.items(), 2):
+        documents, tokens = _common(first, second)
+        if tokens:
+            yield (
+                f"sources.{one} and sources.{other} have {documents:,} documents of {first.prefix} in "
+                f"common, {tokens:,} tokens: each repeats what the other reads, and their epochs are "
+                "counted apart"
+            )
+
+
+def _common(first: TokenSource, second: TokenSource) -> tuple[int, int]:
+    """Documents that two sources both have, and the tokens of these."""
+    if first.prefix.absolute() != second.prefix.absolute():
+        return 0, 0
+    one, other = chosen_of(first), chosen_of(second)
+    if one is None or other is None:
+        inner = second if one is None else first
+        return inner.num_documents, inner.num_tokens
+    both, at, _ = np.intersect1d(one.documents, other.documents, assume_unique=True, return_indices=True)
+    return both.size, int(first.document_lengths[at].sum())
+
+
+def _phases(sampler: Sampler) -> dict[str, int]:
+    """The phases in order, and what each trains on."""
+    return sampler.timeline.trained_by_phase(sampler.timeline.last_step)
+
+
+def _share(use: SourceUse) -> str:
+    return f"{use.share:.1%} of the draws, {use.tokens:,} tokens"
+
+
+def _phase_words(use: SourceUse) -> str:
+    words = f"{use.phase}: {_share(use)} in {use.draws:,} samples of {use.seq_len:,}"
+    if use.repeated_tokens:
+        words += f", {use.repeated_tokens:,} of them not for the first time"
+    words += f"; {use.epochs:.2f} epochs by its end"
+    if use.left_out_tokens:
+        words += f"; {use.left_out_tokens:,} tokens before it wait for the next epoch, as the length changes"
+    return words
