@@ -30,13 +30,15 @@ _READ_AHEAD_STEPS = 2
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs and the tokens that follow them; iterates over these two."""
+    """Inputs and the tokens that follow them; unpacks into these two where there is nothing else to know."""
 
     input_ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, already shifted: labels[b, t] follows input_ids[b, t]
     documents: Tensor | None = None  # [B, T] int32: 0, 1, 2, ... from the left; None: they are not told apart
 
     def __iter__(self) -> Iterator[Tensor]:
+        if self.documents is not None:  # whoever loses them trains on what the run file forbids
+            raise ValueError("a micro-batch with documents cannot be unpacked: pass `documents` on")
         return iter((self.input_ids, self.labels))
 
     def on(self, device: torch.device) -> "MicroBatch":

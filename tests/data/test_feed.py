@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ds_pretrain.data.feed import Batch, Feed, to_micro_batch
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.validation import make_validation_set, validation_batches
+from ds_pretrain.data.views import view
 from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.record import IGNORED
 from ds_pretrain.state import RunState, Skip, SkipLedger
@@ -356,5 +357,22 @@ def test_a_micro_batch_moves_its_tokens_and_keeps_its_documents() -> None:
     there = micro.on(torch.device("meta"))
     assert there.input_ids.device.type == there.labels.device.type == "meta"
     assert there.documents is micro.documents
-    input_ids, labels = micro
-    assert (input_ids.tolist(), labels.tolist()) == ([[1, 2]], [[IGNORED, 3]])
+
+
+def test_p38_a_micro_batch_with_documents_cannot_be_unpacked_without_them() -> None:
+    rows = np.array([[1, 2, 3]])
+    input_ids, labels = to_micro_batch(rows)
+    assert (input_ids.tolist(), labels.tolist()) == ([[1, 2]], [[2, 3]])
+    with pytest.raises(ValueError, match="cannot be unpacked: pass `documents` on"):
+        _ = tuple(to_micro_batch(rows, np.array([[True, True, False]])))
+
+
+def test_the_boundaries_of_a_view_are_those_of_its_own_documents() -> None:
+    source = _source_of_documents([[[1, 2, 3]], [[4]], [[5, 6, 7]], [[8, 9, 1, 2]], [[3]]])
+    long = view(source, 3, None)
+    chosen = make_validation_set("held_out", long, 9, 100, mask_documents=True)
+    [batch] = validation_batches(chosen, World(), 1)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 8, 9, 1]]
+    assert batch.documents is not None
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 2]]
+    assert batch.labels.tolist() == [[2, 3, IGNORED, 6, 7, IGNORED, 9, 1, 2]]
