@@ -3,8 +3,9 @@
     python benchmarks/data_order.py
 
 Bars: at most 1.5 times the time of draw 0; a batch of 1,024 at most 1 ms, also when nothing of its two blocks
-is laid out yet, and at most 1 MB of memory; a million draws at most 0.2 s. Times are the least of many
-rounds: the machine's other work only adds.
+is laid out yet, and at most 1 MB of memory; a million draws at most 0.2 s. A batch of the third of three
+phases, whose sequences are an eighth of those of the second: at most 1.5 times the time of the first, and
+2 ms. Times are the least of many rounds: the machine's other work only adds.
 """
 
 import os
@@ -17,8 +18,12 @@ import numpy as np
 from report import finish, judge, spread, time_in_turn
 
 from ds_pretrain.data import mixture
+from ds_pretrain.data.chunks import Chunks
 from ds_pretrain.data.mixture import BLOCK_DRAWS, locate_samples, make_mixture
 from ds_pretrain.data.permute import make_key
+from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.state import SkipLedger
+from ds_pretrain.timeline import Segment, Timeline
 
 BATCH = 1024
 NUM_SAMPLES = 10**11
@@ -26,6 +31,17 @@ FAR = 10**12
 ROUNDS, CALLS = 50, 20
 MIXTURE = make_mixture({"web": 0.85, "code": 0.15}, make_key(7, "main"))
 KEYS = {name: make_key(7, name, 4096) for name in MIXTURE.names}
+STEPS = 10**6  # of each phase
+PHASES = Sampler(
+    timeline=Timeline(
+        tuple(
+            Segment(phase, at * STEPS, (at + 1) * STEPS, seq_len, BATCH, at * STEPS * BATCH, 0, 0)
+            for at, (phase, seq_len) in enumerate((("main", 4096), ("long", 32768), ("anneal", 4096)))
+        )
+    ),
+    mixtures=dict.fromkeys(("main", "long", "anneal"), MIXTURE),
+    chunks={name: Chunks(NUM_SAMPLES // 8, 32768, key) for name, key in KEYS.items()},
+)
 
 
 def batch_at(draw: int) -> None:
@@ -39,6 +55,12 @@ def calls_at(draw: int) -> None:
     """Several batches, so that one timing is long beside the clock's grain."""
     for _ in range(CALLS):
         batch_at(draw)
+
+
+def calls_of_phase(number: int) -> None:
+    """Several batches at the end of a phase."""
+    for step in range((number + 1) * STEPS - CALLS, (number + 1) * STEPS):
+        PHASES.ids(step, SkipLedger())
 
 
 def cold_batch() -> None:
@@ -77,18 +99,24 @@ def main() -> None:
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     near, far = time_in_turn(lambda: calls_at(0), lambda: calls_at(FAR), ROUNDS)
     cold, many = seconds_of(cold_batch, 10 * ROUNDS), seconds_of(million, ROUNDS)
+    first, third = time_in_turn(lambda: calls_of_phase(0), lambda: calls_of_phase(2), ROUNDS)
     per_batch = 1e3 / CALLS
     print(f"draw 0:         {spread(near, 'ms a batch of 1,024', per_batch)}")
     print(f"draw 10^12:     {spread(far, 'ms a batch of 1,024', per_batch)}")
     print(f"nothing cached: {spread(cold, 'ms a batch of 1,024 over two blocks', 1e3)}")
     print(f"a million:      {spread(many, 's')}")
+    print(f"first of three: {spread(first, 'ms a batch of 1,024 in windows', per_batch)}")
+    print(f"third of three: {spread(third, 'ms a batch of 1,024 in windows', per_batch)}")
     ratio = statistics.median(b / a for a, b in zip(near, far, strict=True))
+    later = statistics.median(b / a for a, b in zip(first, third, strict=True))
     finish(
         [
             judge("seek: time at draw 10^12 / at draw 0", ratio, 1.5, "at_most"),
             judge("seek: milliseconds a batch of 1,024", min(far) * per_batch, 1.0, "at_most"),
             judge("seek: milliseconds the first batch", min(cold) * 1e3, 1.0, "at_most"),
             judge("seek: seconds a million draws", min(many), 0.2, "at_most"),
+            judge("seek: time in the third phase / in the first", later, 1.5, "at_most"),
+            judge("seek: milliseconds a batch of the third phase", min(third) * per_batch, 2.0, "at_most"),
             judge("seek: megabytes", peak_bytes(cold_batch) / 1e6, 1.0, "at_most"),
         ]
     )

@@ -107,15 +107,20 @@ class Chunks:
         return epoch + np.uint64(first_epoch), start, length, place
 
 
-def default_chunk_tokens(
-    seq_lens: Mapping[str, int], weights: Mapping[str, Mapping[str, float]]
+def chunk_lengths(
+    seq_lens: Mapping[str, int],
+    weights: Mapping[str, Mapping[str, float]],
+    declared: Mapping[str, int | None],
 ) -> dict[str, int]:
-    """The longest sequence that any phase takes of each source; arguments by phase."""
+    """Tokens of a chunk of each source that a phase draws from: as declared, or its longest samples.
+
+    `seq_lens` and `weights` are by phase.
+    """
     longest: dict[str, int] = {}
     for phase, seq_len in seq_lens.items():
         for name in weights[phase]:
             longest[name] = max(seq_len, longest.get(name, 0))
-    return longest
+    return {name: declared.get(name) or length for name, length in longest.items()}
 
 
 def chunk_problems(
@@ -132,7 +137,7 @@ def _chunk_problems(
     weights: Mapping[str, Mapping[str, float]],
     chunk_tokens: Mapping[str, int],
 ) -> Iterator[str]:
-    for name, longest in default_chunk_tokens(seq_lens, weights).items():
+    for name, longest in chunk_lengths(seq_lens, weights, {}).items():
         used = {phase: length for phase, length in seq_lens.items() if name in weights[phase]}
         chunk = chunk_tokens[name]
         bad = [f"phases.{phase}.seq_len = {length:,}" for phase, length in used.items() if chunk % length]

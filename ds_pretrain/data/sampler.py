@@ -8,11 +8,13 @@ Every source is read on where the phases before have left it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from zlib import crc32
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.chunks import Chunks, Position, chunk_problems, default_chunk_tokens
+from ds_pretrain.data.chunks import Chunks, Position, chunk_lengths, chunk_problems
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import Mixture, make_mixture
 from ds_pretrain.data.permute import make_key
@@ -39,6 +41,13 @@ class SampleIds:
         """(source, epoch, sample) of each, as plain values."""
         rows = zip(self.source.tolist(), self.epoch.tolist(), self.sample.tolist(), strict=True)
         return [(self.names[source], epoch, sample) for source, epoch, sample in rows]
+
+    def grouped(self) -> dict[str, dict[str, list[int]]]:
+        """{source: {epoch: [samples]}}, in order; an epoch is text, as it is in JSON."""
+        groups: dict[str, dict[str, list[int]]] = {}
+        for source, epoch, sample in self.listed():
+            groups.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
+        return groups
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,12 @@ class Sampler:
 
     def seq_len_of(self, phase: str) -> int:
         """Tokens of a sample of a phase."""
-        return next(segment.seq_len for segment in self.timeline.segments if segment.phase == phase)
+        return self.timeline.seq_len_of(phase)
+
+
+def checksums(rows: NDArray[np.int64]) -> tuple[int, ...]:
+    """The CRC-32 of each sample, tokens of [n, T + 1]; a step records the sum over its batch."""
+    return tuple(crc32(row.tobytes()) for row in rows)
 
 
 def make_sampler(
@@ -110,18 +124,17 @@ def make_sampler(
     timeline: Timeline,
     weights: Mapping[str, Mapping[str, float]],
     sources: Mapping[str, TokenSource],
-    chunk_tokens: Mapping[str, int] | None = None,
+    chunk_tokens: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Sampler:
     """The sampler of a run: `weights` maps each phase to its mixture.
 
-    `chunk_tokens` says what a source is cut into; one that it does not name is cut into the longest samples
-    that a phase takes of it.
+    `chunk_tokens` says what a source is cut into, if it is not the longest samples that a phase takes of it.
 
     Raises:
         InputError: a weight that cannot be drawn, lengths that do not divide a source's chunks.
     """
     seq_lens = {segment.phase: segment.seq_len for segment in timeline.segments}
-    lengths = default_chunk_tokens(seq_lens, weights) | dict(chunk_tokens or {})
+    lengths = chunk_lengths(seq_lens, weights, chunk_tokens)
     if problems := chunk_problems(seq_lens, weights, lengths):
         raise InputError(problems)
     return Sampler(
@@ -133,6 +146,5 @@ def make_sampler(
         chunks={
             name: Chunks(sources[name].num_samples(length), length, make_key(seed, "samples", name, length))
             for name, length in lengths.items()
-            if name in sources
         },
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds_pretrain.data import chunks as module
-from ds_pretrain.data.chunks import Chunks, Position, changed_chunks, chunk_problems
+from ds_pretrain.data.chunks import Chunks, Position, changed_chunks, chunk_lengths, chunk_problems
 from ds_pretrain.data.mixture import locate_samples
 from ds_pretrain.data.permute import permute
 from ds_pretrain.data.sampler import make_sampler
@@ -265,6 +265,18 @@ def test_lengths_that_do_not_divide_a_chunk_are_refused_by_name(declared: int | 
             "of 4,096 tokens"
         )
         assert len(problems) == 2
+
+
+def test_a_source_is_cut_into_what_is_declared_or_into_its_longest_samples() -> None:
+    seq_lens = {"main": 4096, "long": 32768}
+    weights = {"main": {"web": 1.0, "code": 1.0}, "long": {"web": 1.0, "books": 1.0}}
+    declared = {"code": 8192, "web": None, "unused": 64}
+    assert chunk_lengths(seq_lens, weights, declared) == {"web": 32768, "code": 8192, "books": 32768}
+    line = timeline([("main", 4, [(9, 1)])])
+    sampler = make_sampler(7, line, {"main": {"a": 1.0}}, {"a": source_of(64)}, {"a": 16})
+    assert (sampler.chunks["a"].num_chunks, sampler.chunks["a"].chunk_tokens) == (16, 16)
+    shuffled = [sampler.ids(step, SkipLedger()).listed()[0][2] for step in range(4)]
+    assert len({sample // 4 for sample in shuffled}) == 1  # the pieces of a window of one chunk
 
 
 def test_a_sampler_of_lengths_that_do_not_divide_is_refused() -> None:
