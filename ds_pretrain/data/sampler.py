@@ -8,8 +8,8 @@ Every source is read on where the phases before have left it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from zlib import crc32
 from types import MappingProxyType
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,11 +92,7 @@ class Sampler:
             if earlier == phase:
                 break
             draws = int(ledger.draws(earlier, trained, 1)[0])  # trained and skipped ones
-            position |= {
-                name: there
-                for name, there in self.moved(position, earlier, draws).items()
-                if name in position
-            }
+            position |= self.moved(position, earlier, draws)
         return position
 
     def moved(self, starts: Mapping[str, Position], phase: str, draws: int) -> dict[str, Position]:

@@ -2,7 +2,7 @@
 
 A view is a `TokenSource` whose stream is put together as it is read: the chosen documents one after another.
 So samples, document bounds and the fingerprint are those of that stream, and nothing else has to know.
-Of the index only the chosen documents stay in memory, at 40 bytes each.
+Of the index only the chosen documents stay in memory, at 48 bytes each.
 """
 
 from dataclasses import dataclass
