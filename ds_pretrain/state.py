@@ -41,7 +41,7 @@ class SkipLedger:
         Trained sample n is draw n plus all that was skipped before it, so the mapping is arithmetic.
         """
         trained = np.arange(first, first + count, dtype=np.uint64)
-        for start, stop in self._merged(phase):
+        for start, stop in self.merged(phase):
             trained[trained >= np.uint64(start)] += np.uint64(stop - start)
         return trained
 
@@ -53,7 +53,8 @@ class SkipLedger:
         """A ledger that is longer by one interval."""
         return SkipLedger((*self.skips, skip))
 
-    def _merged(self, phase: str) -> list[tuple[int, int]]:
+    def merged(self, phase: str) -> list[tuple[int, int]]:
+        """The skipped draws of a phase as intervals [start, stop) that do not touch, ascending."""
         merged: list[tuple[int, int]] = []
         for start, stop in sorted((s.start, s.stop) for s in self.skips if s.phase == phase):
             if merged and start <= merged[-1][1]:

@@ -151,6 +151,10 @@ class Timeline:
         """The first step of a phase. There must be one of that name."""
         return next(s.first_step for s in self.segments if s.phase == phase)
 
+    def seq_len_of(self, phase: str) -> int:
+        """Tokens of a sample of a phase. There must be one of that name."""
+        return next(s.seq_len for s in self.segments if s.phase == phase)
+
     def trained_draws_before(self, step: int) -> int:
         """Samples of the current phase that the steps before `step` trained on."""
         segment = self.at(step)

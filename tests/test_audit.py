@@ -24,11 +24,10 @@ from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.run_directory import claim, read_record, write_record
-from ds_pretrain.state import Rollback, RunState, Skip
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from tests.scenario import make_run
 
 BATCH = 8  # samples of a step
-TOKENS = 128
 
 
 class Told:
@@ -64,41 +63,46 @@ class Told:
         dropped = set(dropped)
         for step in range(self.state.step + 1, last + 1):
             ids = self.sampler.ids(step - 1, self.state.ledger)
-            rows = read_samples(ids, self.sources, 0, BATCH)
+            rows = read_samples(ids, self.sources, 0, len(ids.sample))
             self.event(
                 "step",
                 step=step,
                 update_applied=step not in dropped,
-                tokens=step * TOKENS,
-                samples=step * BATCH,
+                tokens=self.plan.timeline.tokens_before(step),
+                samples=self.plan.timeline.samples_before(step),
                 batch_checksum=sum(crc32(row.tobytes()) for row in rows),
             )
         self.state = replace(self.state, step=last)
         return self
 
-    def back(self, to_step: int, skip: tuple[int, int] | None = None, told: bool = True) -> "Told":
+    def back(
+        self, to_step: int, skip: tuple[int, int] | None = None, told: bool = True, phase: str = "main"
+    ) -> "Told":
         """A rollback, as a watchdog writes it; with `told` False it died before the record."""
         step, response = self.state.step, "replay" if skip is None else "skip"
         rollback = Rollback(to_step, step, step - 1, "lasting_spike", response, self.attempt)
-        ledger, skipped = self.state.ledger, None
+        ledger, skipped = self.state.ledger, None  # type: tuple[SkipLedger, dict[str, Any] | None]
         if skip is not None:
-            new = Skip("main", *skip, "lasting_spike", step, self.attempt)
-            ledger, skipped = ledger.with_skip(new), {"phase": "main", "start": skip[0], "stop": skip[1]}
+            new = Skip(phase, *skip, "lasting_spike", step, self.attempt)
+            ledger, skipped = ledger.with_skip(new), {"phase": phase, "start": skip[0], "stop": skip[1]}
+            skipped["samples"] = self.sampler.skipped(new, ledger).grouped()
         self.state = replace(
             self.state, step=to_step, ledger=ledger, rollbacks=(*self.state.rollbacks, rollback)
         )
         write_cure(self.out, self.state)
-        if told:
-            self.event(
-                "rollback",
-                incident=len(self.state.rollbacks),
-                step=step,
-                to_step=to_step,
-                onset=step - 1,
-                response=response,
-                skipped=skipped,
-            )
-        return self
+        self.untold: dict[str, Any] = {
+            "incident": len(self.state.rollbacks),
+            "step": step,
+            "to_step": to_step,
+            "onset": step - 1,
+            "response": response,
+            "skipped": skipped,
+        }
+        return self.event("rollback", **self.untold) if told else self
+
+    def retell(self) -> "Told":
+        """The newest rollback, told by a start after the crash that kept it from being told."""
+        return self.event("rollback", **self.untold, retold=True)
 
     def checkpoint(self) -> "Told":
         """One of the state as it is, as far as an audit reads it."""
@@ -208,6 +212,96 @@ def test_a_skip_whose_line_was_torn_is_in_force_for_the_steps_after_it(
     assert code == 0, said
 
 
+def test_a_rollback_that_is_told_after_the_crash_takes_nothing_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200), told=False).start(16).retell().steps(40)
+    code, said = _audit(capsys, told.write().out)
+    assert code == 0, said
+    assert "rollbacks  1 (skip), which took back 0 steps (0 tokens)" in said
+    assert "restarts   1, which took back 8 steps (1,024 tokens)" in said
+
+
+@pytest.mark.parametrize("skip", [None, (152, 200)], ids=["replay", "skip"])
+def test_a_rollback_that_a_start_beyond_its_checkpoint_tells_takes_nothing_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: tuple[int, int] | None
+) -> None:
+    """The process lived on without its record, was killed later, and the next start found it missing."""
+    told = Told(tmp_path).start().steps(24).back(16, skip, told=False).steps(26).start(22).retell().steps(40)
+    code, said = _audit(capsys, told.write().out, "--all")
+    assert code == 0, said
+    assert "which took back 8 steps (1,024 tokens)" in said
+    assert "restarts   1, which took back 4 steps (512 tokens)" in said
+
+
+def test_a_rollback_that_is_told_after_the_crash_has_to_be_that_of_the_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200), told=False).start(16).retell().steps(40)
+    told.untold["skipped"]["stop"] = 190
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    assert "rollback 1 skipped main draws [152, 190) in metrics.jsonl, and main draws [152, 200) in" in said
+
+
+def _two_phases(folder: Path) -> Path:
+    """A run file whose samples are twice as long from step 20 on."""
+    run_file = make_run(folder, steps=40)
+    phase = (
+        '[[phases]]\nname = "long"\nseq_len = 32\nstart = "20 steps"\nmixture = { text = 1.0, code = 1.0 }\n'
+    )
+    run_file.write_text(run_file.read_text().replace("[validation]", phase + "[validation]"))
+    return run_file
+
+
+def _lengthened(folder: Path) -> Told:
+    """A skip in each of two phases, the first of which moves where the second begins."""
+    told = Told(folder, run_file=_two_phases(folder)).start().steps(18).back(12, (100, 130)).steps(28)
+    return told.back(24, (18, 28), phase="long").steps(40).write()
+
+
+def test_p55_a_run_whose_phases_have_samples_of_other_lengths_is_proved_across_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _lengthened(tmp_path)
+    code, said = _audit(capsys, told.out, "--all")
+    assert code == 0, said
+    assert "checksums  40 of 40" in said
+    assert "samples    240 trained, each exactly once" in said
+    assert "skip 2     long draws [18, 28), 10 samples" in said
+    assert "no sample came twice within one: counted one by one" in said
+    expected = (
+        "an epoch is a permutation, and no draw came twice; a phase reads on where the one before left each "
+    )
+    assert expected in _audit(capsys, told.out)[1]
+    rows = [line.split("\t") for line in _audit(capsys, told.out, "--skipped")[1].splitlines()[1:]]
+    skipped = {
+        (source, int(epoch), int(sample)) for _, phase, _, source, epoch, sample in rows if phase == "long"
+    }
+    assert skipped == set(told.sampler.skipped(told.state.ledger.skips[1], told.state.ledger).listed())
+    assert skipped != set(told.sampler.skipped(told.state.ledger.skips[1]).listed())
+    trained = {s for step in range(20, 40) for s in told.sampler.ids(step, told.state.ledger).listed()}
+    assert not skipped & trained
+
+
+def test_a_phase_that_did_not_read_on_where_the_one_before_ended_is_a_problem(tmp_path: Path) -> None:
+    """And with every token counted, those that it read again are found."""
+    told = _lengthened(tmp_path)
+    with opened(told.out) as run:
+        main = proof_module.Read("main", 1, 20, ((0, 100), (130, 190)), run.ledger)
+        right = proof_module.Read("long", 21, 40, ((0, 18), (28, 90)), run.ledger)
+        wrong = replace(right, ledger=SkipLedger(told.state.ledger.skips[1:]))
+        assert [*proof_module._start_problems(run, [main, right])] == []
+        assert [*proof_module._epoch_problems(run, [main, right])] == []
+        [moved] = proof_module._start_problems(run, [main, wrong])
+        assert (
+            "steps 21 to 40 of phase long were trained before the ledger skipped more of an earlier phase; "
+            "expected none after it: of code, text they read other samples" in moved
+        )
+        repeated = list(proof_module._epoch_problems(run, [main, wrong]))
+    assert [line.split(" were ")[0].split(" of ")[1] for line in repeated] == ["code", "text"]
+
+
 def test_a_step_that_was_taken_back_does_not_stand_for_one_that_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,9 +358,6 @@ def test_the_samples_that_a_rollback_lists_have_to_be_those_of_the_ledger(
 ) -> None:
     told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(40)
     [skipped] = [line["skipped"] for line in told.lines if line["event"] == "rollback"]
-    skipped["samples"] = {}
-    for source, epoch, sample in told.sampler.skipped(told.state.ledger.skips[0]).listed():
-        skipped["samples"].setdefault(source, {}).setdefault(str(epoch), []).append(sample)
     code, said = _audit(capsys, told.write().out)
     assert code == 0, said
     next(iter(skipped["samples"]["text"].values())).pop()
@@ -315,7 +406,8 @@ def test_another_corpus_is_named_and_the_steps_that_differ_are_counted(
     assert "it is other data, so what the steps read cannot be read again" in said
     assert "and 30 more steps whose samples have other checksums" in said
     assert "not ok" in said
-    assert "12 problems" in said
+    assert "lists other samples in metrics.jsonl than main draws [152, 200) are by the run file" in said
+    assert "13 problems" in said
 
 
 def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
@@ -466,8 +558,8 @@ def test_draws_that_are_lost_or_come_twice_are_told_with_the_steps_around(tmp_pa
         "main draws [30, 36) are of steps 3 to 4 and of steps 5 to 6 too; expected every draw in one of "
         "them: they were trained twice"
     )
-    assert sum(int(line.split()[0]) for line in counted) == 6
-    assert "were trained again within epoch 0 of phase main; expected each at most once" in counted[0]
+    assert sum(int(line.split()[0]) for line in counted) == 6 * 16
+    assert " tokens of code were trained again within its epoch 0; expected each at most once" in counted[0]
 
 
 def test_epochs_are_counted_across_chunks_and_several_epochs(
@@ -480,8 +572,8 @@ def test_epochs_are_counted_across_chunks_and_several_epochs(
         assert list(proof_module._epoch_problems(run, whole)) == []
         locate = type(run.sampler).at_draws
 
-        def repeating(self: Any, phase: str, seq_len: int, draws: Any, step: int) -> Any:
-            ids = locate(self, phase, seq_len, draws, step)
+        def repeating(self: Any, phase: str, seq_len: int, draws: Any, step: int, ledger: Any = None) -> Any:
+            ids = locate(self, phase, seq_len, draws, step, ledger or SkipLedger())
             return replace(ids, sample=np.where(ids.sample == 3, 4, ids.sample))
 
         monkeypatch.setattr(type(run.sampler), "at_draws", repeating)
@@ -494,7 +586,7 @@ def test_a_long_run_is_read_again_at_a_spread_of_steps_and_after_every_change() 
     rows = np.zeros(100_001, history_module._ROW)
     rows["seen"][1:] = True
     rows["attempt"][50_001:] = 2
-    rows["num_skips"][70_003:] = 1
+    rows["num_rollbacks"][70_003:] = 1  # a replay, which is no skip
     chosen = proof_module._spread(rows, np.flatnonzero(rows["seen"]))
     assert 990 <= len(chosen) <= 1000
     assert {1, 50_001, 70_003, 100_000} <= set(chosen.tolist())

@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_pretrain.audit.facts import report
 from ds_pretrain.audit.history import Taken, read_history
-from ds_pretrain.audit.proof import batch_checksum, prove, union
+from ds_pretrain.audit.proof import batch_checksum, prove
 from ds_pretrain.audit.run import Audited, opened
 from ds_pretrain.data.passages import Passage, passages
 from ds_pretrain.data.sampler import SampleIds
@@ -62,19 +62,15 @@ def skipped_samples(run: Audited) -> Iterator[str]:
     """A line of tab-separated words for every sample that the ledger skips; overlaps are listed once."""
     yield "skip\tphase\tdraw\tsource\tepoch\tsample"
     for number, skip in enumerate(run.ledger.skips, 1):
-        before = union([(s.start, s.stop) for s in run.ledger.skips[: number - 1] if s.phase == skip.phase])
+        before = run.ledger_of(number - 1).merged(skip.phase)
+        seq_len = run.plan.timeline.seq_len_of(skip.phase)
         for start in range(skip.start, skip.stop, _CHUNK):
             draws = np.arange(start, min(start + _CHUNK, skip.stop), dtype=np.uint64)
             for first, stop in before:
                 draws = draws[(draws < first) | (draws >= stop)]
-            ids = run.sampler.at_draws(skip.phase, seq_len_of(run, skip.phase), draws, skip.step)
+            ids = run.sampler.at_draws(skip.phase, seq_len, draws, skip.step, run.ledger)
             for draw, (source, epoch, sample) in zip(draws.tolist(), ids.listed(), strict=True):
                 yield f"{number}\t{skip.phase}\t{draw}\t{source}\t{epoch}\t{sample}"
-
-
-def seq_len_of(run: Audited, phase: str) -> int:
-    """Tokens of a sample of a phase."""
-    return next(s.seq_len for s in run.plan.timeline.segments if s.phase == phase)
 
 
 def shown_step(run: Audited, step: int, rank: int | None, attempt: int | None) -> Iterator[str]:

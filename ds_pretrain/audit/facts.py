@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ds_pretrain.audit.history import History, Span
-from ds_pretrain.audit.proof import Proof, steps_words, union
+from ds_pretrain.audit.proof import Proof, steps_words
 from ds_pretrain.audit.run import Audited, skip_words
 
 _MOST_LISTED = 10  # of attempts or rollbacks
@@ -45,7 +45,10 @@ def _checks(history: History, proof: Proof) -> Iterator[str]:
     recorded = int(np.count_nonzero(history.rows["seen"]))
     yield f"checksums  {proof.num_checked:,} of {recorded:,} steps read again from the data"
     if not proof.problems:
-        how = "counted one by one" if proof.every else "an epoch is a permutation, and no draw came twice"
+        how = "an epoch is a permutation, and no draw came twice"
+        if len({read.phase for read in proof.reads}) > 1:
+            how += "; a phase reads on where the one before left each source"
+        how = "counted one by one" if proof.every else how
         yield f"epochs     no sample came twice within one: {how}"
 
 
@@ -68,7 +71,7 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
     skipped = sum(
         stop - start
         for phase in dict.fromkeys(skip.phase for skip in run.ledger.skips)
-        for start, stop in union([(s.start, s.stop) for s in run.ledger.skips if s.phase == phase])
+        for start, stop in run.ledger.merged(phase)
     )
     dropped = np.flatnonzero(history.rows["seen"] & ~history.rows["applied"])
     unlearned = sum(run.plan.timeline.at(step - 1).sequences for step in dropped.tolist())

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.audit.run import METRICS, Audited, skip_words
+from ds_pretrain.audit.run import Audited, skip_words
 from ds_pretrain.errors import InputError
+from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.monitor.sinks import read_metrics
 
 Span: TypeAlias = tuple[int, int]  # work taken back: steps after the first, up to the second
@@ -22,7 +23,8 @@ _ROW = np.dtype(
         ("seen", "?"),  # recorded, and not taken back since
         ("applied", "?"),
         ("attempt", "<i4"),
-        ("num_skips", "<i4"),  # of the ledger, in force when it was trained
+        ("num_rollbacks", "<i4"),  # in force when it was trained
+        ("num_skips", "<i4"),  # of the ledger then
         ("tokens", "<i8"),
         ("samples", "<i8"),
         ("checksum", "<i8"),
@@ -143,6 +145,8 @@ class _Reading:
                     "expected the same"
                 )
             self._compare_skip(incident, record.get("skipped"))
+        if record.get("retold") is True:
+            return  # after a crash: the starts since then have taken back what was, and trained on from there
         if isinstance(to_step, int) and to_step < self.history.newest:
             self.history.rolled_back.append((to_step, self.history.newest))
             self._go_to(to_step)
@@ -158,9 +162,7 @@ class _Reading:
                 f"{told.get('stop')}) in {METRICS}, and {skip_words(noted)} in the ledger; expected the same"
             )
             return
-        samples: dict[str, dict[str, list[int]]] = {}
-        for source, epoch, sample in self._run.sampler.skipped(noted).listed():
-            samples.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
+        samples = self._run.sampler.skipped(noted, self._run.ledger_of(place + 1)).grouped()
         if told.get("samples", samples) != samples:
             self.history.problems.append(
                 f"rollback {incident} lists other samples in {METRICS} than {skip_words(noted)} are by the "
@@ -175,7 +177,7 @@ class _Reading:
         try:
             numbers = [int(record[name]) for name in ("tokens", "samples", "batch_checksum")]
             flags = (True, bool(record["update_applied"]))
-            row = np.array((*flags, self._attempt, num_skips, *numbers), _ROW)
+            row = np.array((*flags, self._attempt, self._num_rollbacks, num_skips, *numbers), _ROW)
         except (KeyError, TypeError, ValueError, OverflowError):
             return  # the step is then missing, and named
         self._go_to(step)

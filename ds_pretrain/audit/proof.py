@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd
 from typing import TypeAlias
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.audit.history import History
-from ds_pretrain.audit.run import METRICS, Audited
+from ds_pretrain.audit.run import Audited
 from ds_pretrain.data.feed import read_samples
-from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
+from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.state import SkipLedger
 from ds_pretrain.timeline import Segment
 
@@ -32,6 +33,7 @@ class Read:
     first_step: int
     last_step: int
     draws: tuple[Interval, ...]  # ascending
+    ledger: SkipLedger = NO_SKIPS  # in force
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def prove(run: Audited, history: History, every: bool) -> Proof:
     """What holds and what does not; `every` reads each step again, and counts each epoch's samples."""
     reads = tuple(_reads(run, history))
     problems = [*run.problems, *history.problems, *_record_problems(run, history)]
-    problems += _draw_problems(run, reads)
+    problems += [*_draw_problems(run, reads), *_start_problems(run, reads)]
     if every:
         problems += _epoch_problems(run, reads)
     checked, wrong = _checksums(run, history, every)
@@ -111,7 +113,7 @@ def _reads(run: Audited, history: History) -> Iterator[Read]:
         ledger = run.ledger_of(int(num_skips[first]))
         trained = segment.first_draw + (first - segment.first_step) * segment.sequences
         intervals = _intervals(ledger, segment, trained, (stop - first) * segment.sequences)
-        yield Read(segment.phase, first + 1, stop, intervals)
+        yield Read(segment.phase, first + 1, stop, intervals, ledger)
 
 
 def _intervals(ledger: SkipLedger, segment: Segment, first: int, count: int) -> tuple[Interval, ...]:
@@ -119,7 +121,7 @@ def _intervals(ledger: SkipLedger, segment: Segment, first: int, count: int) -> 
     start = int(ledger.draws(segment.phase, first, 1)[0])
     stop = int(ledger.draws(segment.phase, first + count - 1, 1)[0]) + 1
     found = []
-    for skip_start, skip_stop in union([(s.start, s.stop) for s in ledger.skips if s.phase == segment.phase]):
+    for skip_start, skip_stop in ledger.merged(segment.phase):
         if start < skip_stop and skip_start < stop:
             found.append((start, skip_start))
             start = skip_stop
@@ -128,25 +130,17 @@ def _intervals(ledger: SkipLedger, segment: Segment, first: int, count: int) -> 
     return tuple(found)
 
 
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same numbers as intervals that neither overlap nor touch, ascending."""
-    merged: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
 def _draw_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
     """Where what was trained and what was skipped are not disjoint, or leave out a draw between them."""
     for phase in dict.fromkeys(read.phase for read in reads):
         mine = [read for read in reads if read.phase == phase]
         end = max(read.draws[-1][1] for read in mine)
         pieces = [(*draws, f"steps {r.first_step:,} to {r.last_step:,}") for r in mine for draws in r.draws]
-        skips = union([(s.start, s.stop) for s in run.ledger.skips if s.phase == phase])
-        pieces += [(start, min(stop, end), "the skip ledger") for start, stop in skips if start < end]
+        pieces += [
+            (start, min(stop, end), "the skip ledger")
+            for start, stop in run.ledger.merged(phase)
+            if start < end
+        ]
         position, before = 0, "the beginning"
         for start, stop, who in sorted(pieces):
             if start > position:
@@ -166,39 +160,61 @@ def _draw_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
                 position, before = stop, who
 
 
+def _start_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
+    """Stretches whose phase began elsewhere in the data: a skip in an earlier phase was decided later."""
+    for read in reads:
+        starts = run.sampler.starts(read.phase, run.ledger)
+        moved = [
+            name for name, at in run.sampler.starts(read.phase, read.ledger).items() if at != starts[name]
+        ]
+        if moved:
+            yield (
+                f"steps {read.first_step:,} to {read.last_step:,} of phase {read.phase} were trained before "
+                f"the ledger skipped more of an earlier phase; expected none after it: of {', '.join(moved)} "
+                "they read other samples than those that follow on the earlier phase"
+            )
+
+
 def _epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
-    """Samples that were trained more than once in an epoch, counted one by one."""
-    for phase in dict.fromkeys(read.phase for read in reads):
-        intervals = sorted(draws for read in reads if read.phase == phase for draws in read.draws)
-        seq_len = next(s.seq_len for s in run.plan.timeline.segments if s.phase == phase)
-        counts: dict[tuple[str, int], NDArray[np.uint8]] = {}
-        repeated: dict[tuple[str, int], int] = {}
-        for start, stop in intervals:
+    """Tokens that were trained more than once in an epoch, counted one by one.
+
+    An epoch of a source goes on from phase to phase, whatever their sequence lengths.
+    """
+    lengths = {s.phase: s.seq_len for s in run.plan.timeline.segments}
+    unit = gcd(*lengths.values())  # tokens; each sample is whole ones
+    counts: dict[tuple[str, int], NDArray[np.uint8]] = {}
+    repeated: dict[tuple[str, int], int] = {}
+    for read in reads:
+        for start, stop in read.draws:
             for first in range(start, stop, _CHUNK):
                 draws = np.arange(first, min(first + _CHUNK, stop), dtype=np.uint64)
-                _count(run, run.sampler.at_draws(phase, seq_len, draws, 0), counts, repeated)
-        for (source, epoch), times in sorted(repeated.items()):
-            yield (
-                f"{times:,} samples of {source} were trained again within epoch {epoch} of phase {phase}; "
-                "expected each at most once"
-            )
+                ids = run.sampler.at_draws(read.phase, lengths[read.phase], draws, 0, read.ledger)
+                _count(run, ids, unit, counts, repeated)
+    for (source, epoch), times in sorted(repeated.items()):
+        yield (
+            f"{times * unit:,} tokens of {source} were trained again within its epoch {epoch}; expected each "
+            "at most once"
+        )
 
 
 def _count(
     run: Audited,
     ids: SampleIds,
+    unit: int,
     counts: dict[tuple[str, int], NDArray[np.uint8]],
     repeated: dict[tuple[str, int], int],
 ) -> None:
-    """Count samples. An epoch is forgotten two epochs later: memory stays bounded."""
+    """Count samples, in stretches of `unit` tokens. An epoch is forgotten two epochs later."""
+    pieces = np.arange(ids.seq_len // unit)
     for index in np.unique(ids.source).tolist():
         name, mine = ids.names[index], ids.source == index
         for epoch in np.unique(ids.epoch[mine]).tolist():
             samples = ids.sample[mine & (ids.epoch == epoch)]
-            size = run.sources[name].num_samples(ids.seq_len)
+            places = (samples[:, None] * len(pieces) + pieces).reshape(-1)
+            size = run.sources[name].num_samples(unit)
             times = counts.setdefault((name, epoch), np.zeros(size, np.uint8))
-            again = samples.size - np.unique(samples[times[samples] == 0]).size
-            times[samples] = 1
+            again = places.size - np.unique(places[times[places] == 0]).size
+            times[places] = 1
             if again:
                 repeated[name, epoch] = repeated.get((name, epoch), 0) + again
             counts.pop((name, epoch - 2), None)
@@ -229,7 +245,7 @@ def _spread(rows: NDArray[np.void], steps: NDArray[np.int64]) -> NDArray[np.int6
     """Steps all over the run, and those that follow a start or a rollback."""
     if steps.size <= _MOST_CHECKSUMS:
         return steps
-    changed = np.diff(rows["attempt"][steps]) | np.diff(rows["num_skips"][steps])
+    changed = np.diff(rows["attempt"][steps]) | np.diff(rows["num_rollbacks"][steps])
     edges = steps[1:][changed != 0][-_MOST_CHECKSUMS // 2 :]
     even = np.linspace(0, steps.size - 1, _MOST_CHECKSUMS - edges.size).astype(np.int64)
     return np.unique(np.concatenate([edges, steps[even]]))
@@ -240,7 +256,7 @@ def batch_checksum(run: Audited, ids: SampleIds) -> int:
     total = 0
     for first in range(0, len(ids.sample), _ROWS):
         stop = min(first + _ROWS, len(ids.sample))
-        total += sum(crc32(row.tobytes()) for row in read_samples(ids, run.sources, first, stop))
+        total += sum(checksums(read_samples(ids, run.sources, first, stop)))
     return total
 
 

@@ -11,14 +11,13 @@ from ds_pretrain.cure import read_cure
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.errors import InputError
+from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import Inputs
 from ds_pretrain.reading import read_text
 from ds_pretrain.response import is_abandoned
 from ds_pretrain.run_directory import RunRecord, read_record
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
