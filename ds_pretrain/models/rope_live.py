@@ -42,9 +42,7 @@ def apply_rope(module: nn.Module, config: Mapping[str, Any]) -> int:
     _copy_fields(new, changed)
     after = _on_meta(changed)
     _refuse_other_shapes(before, after, new.model_type)
-    for own in {
-        id(c): c for c in [live, *(getattr(m, "config", None) for m in module.modules())] if c
-    }.values():
+    for own in _configs(module):
         _copy_fields(new, own)
     _copy_attributes(before, after, module)
     num_tables = restore_rotary(module)

@@ -1,5 +1,6 @@
 """Rotary frequencies after a bf16 ZeRO-3 engine was opened: exact in fp32, against fp64."""
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_a_changed_theta_takes_effect() -> None:
     restore_rotary(model)
     table = model.model.rotary_emb.inv_freq
     torch.testing.assert_close(table.double(), _reference(8e6, 16), rtol=2e-7, atol=0)
+
+
+def test_the_attention_factor_of_each_kind_of_layer_follows_its_config() -> None:
+    full, sliding = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}, {"rope_type": "default"}
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    tables = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    rotary: Any = tiny.built(tiny.GEMMA3 | layers | tables).module.model.rotary_emb
+    rotary.config.rope_parameters["full_attention"]["factor"] = 16.0
+    restore_rotary(rotary)
+    assert rotary.full_attention_attention_scaling == pytest.approx(0.1 * math.log(16.0) + 1.0)
+    assert rotary.sliding_attention_attention_scaling == 1.0
 
 
 def test_a_model_without_rotary_embedding_has_nothing_to_restore() -> None:

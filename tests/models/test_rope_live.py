@@ -1,14 +1,19 @@
 """Rotary positions of a living model: changed, and held against fp64 written from the publications."""
 
 import math
+from copy import deepcopy
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from ds_pretrain.config import RopeSection
 from ds_pretrain.errors import InputError
+from ds_pretrain.models import rope_live
 from ds_pretrain.models.rope import rotary_tables
 from ds_pretrain.models.rope_check import TOLERANCE, RopeCheck, check_rope
 from ds_pretrain.models.rope_live import apply_rope, rehearse_rope
@@ -37,6 +42,15 @@ CASES = {
     # GPT-NeoX has a name of its own for theta in the old layout, which the check of its config does not know
     if not (family.startswith("gpt_neox") and layout == "old" and CHANGES[change].theta)
 }
+
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+} | tiny.ROTARY | {"num_key_value_heads": 4}  # fmt: skip
 
 
 def _made(config: dict[str, Any]) -> Any:
@@ -187,6 +201,81 @@ def test_a_linear_scaling_is_checked_and_a_kind_without_reference_is_named() -> 
         reference_frequencies({"rope_type": "longrope", "rope_theta": 1e4}, 16)
 
 
+def test_each_part_that_has_a_config_of_its_own_follows() -> None:
+    model = _made(tiny.LLAMA)
+    model.model.rotary_emb.config = deepcopy(model.config)
+    after = with_rope(tiny.LLAMA, CHANGES["theta"], 4096)
+    apply_rope(model, after)
+    assert _state(model) == _state(_made(after))
+
+
+def test_a_weight_that_has_a_row_a_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_live, "_on_meta", lambda config: nn.Embedding(config.max_position_embeddings, 2))
+    with pytest.raises(InputError) as refused:
+        apply_rope(_made(tiny.LLAMA), with_rope(tiny.LLAMA, None, 4096))
+    assert refused.value.problems == (
+        '"llama" has a table "weight" of [2048, 2] that would become [4096, 2]; a run cannot change it: set '
+        '"max_position_embeddings" to the longest phase in the model config',
+    )
+
+
+@pytest.mark.parametrize("rope", CHANGES.values(), ids=CHANGES.keys())
+def test_p58_what_transformers_saves_and_loads_again_has_the_same_tables(
+    rope: RopeSection, tmp_path: Path
+) -> None:
+    live = _made(tiny.LLAMA)
+    apply_rope(live, with_rope(tiny.LLAMA, rope, 131_072))
+    live.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert _state(loaded)[0] == _state(live)[0]
+    assert check_rope(loaded).problems == ()
+    tokens = torch.randint(0, 512, (1, 32))
+    assert torch.equal(loaded.train()(tokens).logits, live(tokens).logits)
+
+
+def test_tables_in_complex_numbers_are_checked() -> None:
+    model = _made(DEEPSEEK | {"model_type": "deepseek_v2"})
+    check = check_rope(model)
+    assert (check.num_tables, check.problems, check.unchecked) == (2, (), ())
+    assert 0 < check.worst_error < TOLERANCE
+    model.model.rotary_emb.attention_scaling = 1.1
+    assert len(check_rope(model).problems) == 1
+
+
+def test_p58_a_change_that_does_not_reach_the_tables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_live, "restore_rotary", lambda module: 2)
+    with pytest.raises(
+        InputError, match=r"model.rotary_emb.inv_freq is off by a factor of up to 64 from yarn"
+    ):
+        apply_rope(_made(tiny.LLAMA), with_rope(tiny.LLAMA, CHANGES["yarn"], 8192))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"truncate": False},
+        {"beta_fast": 8, "beta_slow": 2},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": 8},  # no room for a ramp
+        {"attention_factor": 0.5},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+    ids=str,
+)
+def test_every_setting_of_yarn_agrees_with_what_transformers_computes(more: dict[str, Any]) -> None:
+    table = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert rehearse_rope(tiny.LLAMA | {"rope_parameters": table | more}).problems == ()
+    assert reference_frequencies(table | more, 16) != reference_frequencies(table, 16) or reference_scale(
+        table | more
+    ) != reference_scale(table)
+
+
+def test_frequencies_that_stand_side_by_side_are_checked() -> None:
+    check = rehearse_rope({"model_type": "cohere"} | tiny.ROTARY)
+    assert (check.num_tables, check.unchecked) == (2, ())
+    assert 0 < check.worst_error < TOLERANCE
+
+
 def test_the_same_config_changes_nothing() -> None:
     model = _made(tiny.LLAMA)
     assert apply_rope(model, tiny.LLAMA) == 0
@@ -207,16 +296,8 @@ def test_several_changes_one_after_the_other_equal_the_last() -> None:
 
 def test_what_attention_takes_from_the_rotary_parameters_changes_as_well() -> None:
     """DeepSeek scales its attention by the factor, when it is constructed."""
-    config = {
-        "model_type": "deepseek_v3", "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-    } | tiny.ROTARY | {"num_key_value_heads": 4}  # fmt: skip
-    after = with_rope(config, RopeSection(factor=64.0), FAR)
-    live, fresh = _made(config), _made(after)
+    after = with_rope(DEEPSEEK, RopeSection(factor=64.0), FAR)
+    live, fresh = _made(DEEPSEEK), _made(after)
     old = live.model.layers[1].self_attn.scaling
     apply_rope(live, after)
     assert live.model.layers[1].self_attn.scaling == fresh.model.layers[1].self_attn.scaling != old

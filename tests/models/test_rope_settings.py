@@ -153,8 +153,19 @@ def test_the_names_of_other_families_are_used() -> None:
     assert with_rope(neox, RopeSection(theta=1e6), 4096) == neox | {
         "rotary_emb_base": 1e6, "max_position_embeddings": 4096,
     }  # fmt: skip
-    phi3 = {"model_type": "llama", "original_max_position_embeddings": 4096, "max_position_embeddings": 8192}
-    assert rope_state(with_rope(phi3, YARN, 16_384)).original_length == 4096
+
+
+def test_p58_a_length_beside_the_table_is_the_one_that_counts() -> None:
+    """Phi-3 and others have it there; Transformers prefers it to the table's."""
+    beside = BASE | {"original_max_position_embeddings": 2048}
+    new = with_rope(beside, RopeSection(kind="yarn", factor=8.0), 16_384)
+    assert rope_state(new).original_length == new["original_max_position_embeddings"] == 2048
+    assert new["rope_parameters"]["original_max_position_embeddings"] == 2048
+    both = NEW_YARN | {"original_max_position_embeddings": 2048}
+    assert rope_state(both).original_length == 2048
+    assert with_rope(both, RopeSection(factor=32.0), 16_384)["rope_parameters"] == {
+        **NEW_YARN["rope_parameters"], "factor": 32.0, "original_max_position_embeddings": 2048,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
