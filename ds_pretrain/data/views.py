@@ -49,13 +49,9 @@ class ChosenTokens:
             return self.corpus[:0]
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         last = int(np.searchsorted(self.starts, stop, side="left"))
-        starts, origins = self.starts[first : last + 1].tolist(), self.origins[first:last].tolist()
-        return np.concatenate(
-            [
-                self.corpus[origin + max(start - begin, 0) : origin + min(stop, end) - begin]
-                for origin, begin, end in zip(origins, starts[:-1], starts[1:], strict=True)
-            ]
-        )
+        edges = np.clip(self.starts[first : last + 1], start, stop)
+        shifts = self.origins[first:last] - self.starts[first:last]  # from here to the corpus
+        return self.corpus[np.arange(start, stop) + np.repeat(shifts, np.diff(edges))]
 
     def origin_of(self, token: int) -> int:
         """Where a token lies in the corpus."""
@@ -96,7 +92,7 @@ def view(
             "max_document_tokens"
         )
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    stream = ChosenTokens(source.stream, documents, origins, starts, words)
+    stream = ChosenTokens(np.asarray(source.stream), documents, origins, starts, words)
     return TokenSource(
         prefix=source.prefix,
         stream=cast("NDArray[Any]", stream),
