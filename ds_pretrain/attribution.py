@@ -5,7 +5,7 @@ rank's forward pass, in the gradients, or in an update. No difference means that
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, Literal
 
@@ -21,16 +21,17 @@ class Seen:
     loss: float
     grad_norm: float | None
     checksum: int
+    num_ranks: int | None  # that it ran on; None: not known
     rank_losses: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step at which two passes differ, in what, and on which ranks, if it was not all of them."""
+    """The first step at which two passes differ, in what, and on which ranks."""
 
     step: int
     what: Literal["data", "loss", "norm"]
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] | None = None  # () is all of them, None that it is not known
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,17 @@ class Replay:
     first: Mapping[int, Seen] = field(default_factory=dict)
     difference: Difference | None = None
     num_compared: int = 0
+    num_other_ranks: int = 0  # steps that ran on another number of ranks the first time
 
     def after(self, step: int, again: Seen) -> "Replay":
         """With one more step of the second pass."""
         first = self.first.get(step)
         if first is None:
             return self
+        if first.num_ranks != again.num_ranks:  # the last bits differ then, and mean nothing
+            return replace(self, num_other_ranks=self.num_other_ranks + 1)
         difference = self.difference or difference_at(step, first, again)
-        return Replay(self.incident, self.rollback, self.hosts, self.first, difference, self.num_compared + 1)
+        return replace(self, difference=difference, num_compared=self.num_compared + 1)
 
 
 def difference_at(step: int, first: Seen, again: Seen) -> Difference | None:
@@ -73,16 +77,17 @@ def difference_at(step: int, first: Seen, again: Seen) -> Difference | None:
     if not _same(first.loss, again.loss):
         return Difference(step, "loss")
     if not _same(first.grad_norm, again.grad_norm):
-        return Difference(step, "norm")
+        known = first.rank_losses is not None and again.rank_losses is not None
+        return Difference(step, "norm", () if known else None)
     return None
 
 
-def conclude(replay: Replay, num_ranks: int, came_back: bool) -> Compared:
+def conclude(replay: Replay, came_back: bool) -> Compared:
     """What a replay shows once it has passed the place, or met the trouble again."""
-    if len(replay.hosts) != num_ranks:
+    if replay.num_other_ranks:
         return Compared(
             "other_ranks",
-            f"the first time ran on {len(replay.hosts)} ranks and the replay on {num_ranks}: they cannot be "
+            f"{replay.num_other_ranks:,} steps ran on another number of ranks the first time: they cannot be "
             "compared bit for bit",
         )
     if not replay.num_compared:
@@ -121,6 +126,10 @@ def suspect_hosts(replay: Replay) -> Sequence[str]:
 
 
 def _where(replay: Replay, difference: Difference) -> str:
+    if difference.what == "loss" and difference.ranks is None:
+        return (
+            f"another loss; each rank's is not on record there, so one of {', '.join(suspect_hosts(replay))}"
+        )
     if difference.ranks:
         named = ", ".join(f"{rank} ({replay.hosts[rank]})" for rank in difference.ranks)
         return f"another loss on rank {named} alone, so look there"
@@ -140,32 +149,48 @@ def passes(
     backwards: Iterable[Mapping[str, Any]], incident: int, rollback: Rollback
 ) -> tuple[Replay, dict[int, Seen]]:
     """The first pass, and what there is of the second, from the records of a run, the newest first."""
-    first: dict[int, Seen] = {}
-    second: dict[int, Seen] = {}
-    hosts: tuple[str, ...] = ()
-    rank_losses: Mapping[str, Sequence[float]] = {}
-    is_before = False
+    first: dict[int, Mapping[str, Any]] = {}
+    second: dict[int, Mapping[str, Any]] = {}
+    num_ranks: dict[int, int] = {}  # of an attempt
+    told: Mapping[str, Any] | None = None
+    is_done = False
     for record in backwards:
-        if record.get("event") == "rollback" and record.get("incident") == incident:
-            is_before = True
-            hosts, rank_losses = tuple(record["hosts"]), record["rank_losses"]
-        if record.get("event") != "step":
-            continue
-        step = record["step"]
-        if is_before and step <= rollback.to_step:
+        kind, step = record.get("event"), record.get("step")
+        if kind in ("start", "resume"):
+            num_ranks[record["attempt"]] = record["world_size"]
+        if is_done and {seen["attempt"] for seen in (*first.values(), *second.values())} <= num_ranks.keys():
             break
-        ranks = rank_losses.get(str(step)) if is_before else None
-        seen = Seen(
-            record["loss"],
-            record["grad_norm"],
-            record["batch_checksum"],
-            None if ranks is None else tuple(ranks),
-        )
-        if is_before and step <= rollback.step:
-            first.setdefault(step, seen)
-        elif not is_before:
-            second.setdefault(step, seen)
-    return Replay(incident, rollback, hosts, first), second
+        if kind == "rollback" and record.get("incident") == incident:
+            told = record
+        if kind != "step" or is_done or step is None:
+            continue
+        is_done = told is not None and step <= rollback.to_step
+        if told is None:
+            second.setdefault(step, record)
+        elif rollback.to_step < step <= rollback.step:
+            first.setdefault(step, record)
+    rank_losses = {} if told is None else told["rank_losses"]
+    return (
+        Replay(
+            incident,
+            rollback,
+            () if told is None else tuple(told["hosts"]),
+            {s: _seen(record, num_ranks, rank_losses.get(str(s))) for s, record in first.items()},
+        ),
+        {s: _seen(record, num_ranks, None) for s, record in second.items()},
+    )
+
+
+def _seen(
+    record: Mapping[str, Any], num_ranks: Mapping[int, int], rank_losses: Sequence[float] | None
+) -> Seen:
+    return Seen(
+        loss=record["loss"],
+        grad_norm=record["grad_norm"],
+        checksum=record["batch_checksum"],
+        num_ranks=num_ranks.get(record["attempt"]),
+        rank_losses=None if rank_losses is None else tuple(rank_losses),
+    )
 
 
 def _same(one: float | None, other: float | None) -> bool:

@@ -27,6 +27,7 @@ class Cure:
 
     rollbacks: tuple[Rollback, ...] = ()
     ledger: SkipLedger = field(default_factory=SkipLedger)
+    untold: str | None = None  # why a person is needed, if the run died before its exit code said so
 
     def abandons(self, state: RunState, heeds_stop: bool = True) -> bool:
         """True if a checkpoint's state lies on a branch that was left (see `is_abandoned`)."""
@@ -49,7 +50,9 @@ def read_cure(out: Path) -> Cure:
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         skips = tuple(_made(Skip, one) for one in data["skips"])
-        return Cure(tuple(_made(Rollback, one) for one in data["rollbacks"]), SkipLedger(skips))
+        rollbacks = tuple(_made(Rollback, one) for one in data["rollbacks"])
+        untold = data.get("untold")
+        return Cure(rollbacks, SkipLedger(skips), None if untold is None else str(untold))
     except FileNotFoundError:
         return Cure()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -66,9 +69,24 @@ def _made(kind: type[Made], data: Mapping[str, Any]) -> Made:
     return kind(**data)
 
 
-def write_cure(out: Path, state: RunState) -> None:
-    """Make a rollback count, all or nothing: `state` is the one that the run goes on from."""
-    cure = {"rollbacks": [vars(r) for r in state.rollbacks], "skips": [vars(s) for s in state.ledger.skips]}
+def write_cure(out: Path, state: RunState, untold: str | None = None) -> None:
+    """Make a rollback or a stop count, all or nothing: `state` is the one that the run goes on from.
+
+    With `untold`, the diagnosis of a stop, the next start ends with it at once unless `note_told` came first.
+    """
+    cure: dict[str, Any] = {
+        "rollbacks": [vars(r) for r in state.rollbacks],
+        "skips": [vars(s) for s in state.ledger.skips],
+    }
+    if untold is not None:
+        cure["untold"] = untold
     write_point("cure")
     write_atomic(out / _FILE, json.dumps(cure, indent=1) + "\n")
     write_point("cured")
+
+
+def note_told(out: Path) -> None:
+    """A person has been asked for, by the exit code: the next start goes on."""
+    cure = read_cure(out)
+    if cure.untold is not None:
+        write_cure(out, RunState(ledger=cure.ledger, rollbacks=cure.rollbacks))

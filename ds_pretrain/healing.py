@@ -1,14 +1,14 @@
 """The watchdog at work in the loop: what it sees, and the way back to an older checkpoint."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import RUN_STATE, published, step_of
+from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.retention import CALM
+from ds_pretrain.checkpoint.retention import CALM, is_left
 from ds_pretrain.checkpoint.verdict import Found, found_at_step
 from ds_pretrain.cure import write_cure
 from ds_pretrain.data.feed import Feed
@@ -19,11 +19,12 @@ from ds_pretrain.incidents import Incidents, RankLosses
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import StepRecord
-from ds_pretrain.response import Response, after_rollback, is_abandoned, respond
+from ds_pretrain.response import Response, after_rollback, respond
 from ds_pretrain.state import Rollback, RunState, SkipLedger
 from ds_pretrain.suspects import find_suspects, offending_steps
+from ds_pretrain.verdict import is_warm
 from ds_pretrain.watchdog import Verdict, judge, norm_limit
-from ds_pretrain.world import World, from_main
+from ds_pretrain.world import World, from_main, gather_objects
 
 
 class Watchdog:
@@ -42,6 +43,7 @@ class Watchdog:
         self._plan, self._places, self._world = plan, places, world
         self._attempt, self._tell = attempt, tell
         self._incidents = Incidents(plan, monitor, world, tell)
+        self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
     def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
         """Begin with the state of a start; tell what a crash kept from being told. Collective."""
@@ -52,9 +54,8 @@ class Watchdog:
                 ledger = SkipLedger(ledger.skips[:-1])
             if "rollback" in lacking:
                 seen = "what was seen is in the log: the process died before it was written down here"
-                self._told(
-                    state, feed, Verdict("roll_back", None, rollback.onset, seen), "as decided before a crash"
-                )
+                told = Verdict("roll_back", None, rollback.onset, seen)
+                self._told(state, feed, told, "as decided before a crash", retold=True)
             if state.step == rollback.to_step:
                 self._look_for_suspects(state, engine, feed, ledger)
         self._incidents.begin(state)
@@ -69,20 +70,29 @@ class Watchdog:
     ) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
-        healthy = verdict.action == "ok" and memory.spike is None  # one usual loss in a spike may be luck
+        if verdict.roll_back:
+            self._unknown = True  # the memory is blank now, if the run goes on regardless
+        elif is_warm(self._plan.run.watchdog, memory.loss):
+            self._unknown = False
+        # One usual loss in a spike may be luck; who does not judge cannot call anything healthy.
+        is_judged = self._plan.run.watchdog.mode != "off" and not self._unknown
+        healthy = is_judged and verdict.action == "ok" and memory.spike is None
         after = state.after_step(record.update_applied, memory, healthy)
         self._incidents.note(after, record, rank_losses, verdict)
         if not record.update_applied:
             self._incidents.dropped(record, ids, after.num_dropped)
         return after, verdict
 
-    def wants_back(self, verdict: Verdict) -> bool:
-        """True if the run has to go back; in mode "observe" it only says so."""
+    def wants_back(self, state: RunState, verdict: Verdict) -> bool:
+        """True if the run has to go back; in mode "observe" it only says what it would do."""
         if not verdict.roll_back:
             return False
         if self._plan.run.watchdog.mode == "act":
             return True
-        self._tell(f'the watchdog would roll back ({verdict.message}); watchdog.mode = "observe"')
+        if self._world.is_main:
+            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            response = respond(self._plan.ladder, state.rollbacks, verdict, state.step, calm)
+            self._incidents.observed(state.step, verdict, response)
         return False
 
     def roll_back(self, state: RunState, verdict: Verdict, engine: Engine, feed: Feed, step: int) -> RunState:
@@ -107,7 +117,7 @@ class Watchdog:
         self._incidents.begin(after)
         return after
 
-    def _told(self, after: RunState, feed: Feed, verdict: Verdict, reason: str) -> None:
+    def _told(self, after: RunState, feed: Feed, verdict: Verdict, reason: str, **more: Any) -> None:
         """The newest rollback of `after`, and what it skips."""
         rollback = after.rollbacks[-1]
         self._incidents.decided(
@@ -118,6 +128,7 @@ class Watchdog:
             reason,
             to_step=rollback.to_step,
             skipped=_skipped(feed, after) if rollback.response == "skip" else None,
+            **more,
         )
 
     def _look_for_suspects(self, after: RunState, engine: Engine, feed: Feed, ledger: SkipLedger) -> None:
@@ -129,7 +140,7 @@ class Watchdog:
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
         """The checkpoint to go back to, verified and ready to load. Collective."""
-        calm = from_main(self._world, calm_steps(self._places, state) if self._world.is_main else [])
+        calm = self._saved_steps(state, calm=True)
         while True:
             response = respond(self._plan.ladder, state.rollbacks, verdict, step, calm)
             if response.action == "stop" or response.to_step is None:
@@ -141,16 +152,25 @@ class Watchdog:
             self._tell(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
             calm = [c for c in calm if c != response.to_step]
 
+    def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
+        """The steps of the checkpoints that any host has, or that were shipped. Collective."""
+        here = gather_objects(
+            self._world,
+            saved_steps(self._places.root, state.rollbacks, calm) if self._places.leads(self._world) else [],
+        )
+        shipped = shipped_steps(self._places, calm, self._tell) if self._world.is_main else []
+        return sorted({*(step for steps in here for step in steps), *from_main(self._world, shipped)})
+
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
         assert verdict.onset is not None
         assert verdict.kind is not None
         return Rollback(to_step, step, verdict.onset, verdict.kind, response.action, self._attempt)
 
-    def _written(self, after: RunState) -> None:
+    def _written(self, after: RunState, untold: str | None = None) -> None:
         problem = None
         if self._world.is_main:
             try:
-                write_cure(self._plan.out, after)
+                write_cure(self._plan.out, after, untold)
             except OSError as error:
                 problem = str(error)
         problem = from_main(self._world, problem)
@@ -159,11 +179,15 @@ class Watchdog:
 
     def _needs_person(self, state: RunState, verdict: Verdict, response: Response, step: int) -> NeedsPerson:
         """Write down where the next start goes on, and say all that is known. Collective."""
-        stop = self._decided(verdict, response, response.to_step or 0, step)
+        if response.to_step is None:  # none is calm: the newest that is older than the trouble
+            assert verdict.onset is not None
+            older = [at for at in self._saved_steps(state, calm=False) if at < verdict.onset]
+            response = replace(response, to_step=max(older, default=0))
+        assert response.to_step is not None
+        stop = self._decided(verdict, response, response.to_step, step)
         stopped = replace(state, rollbacks=(*state.rollbacks, stop))
         diagnosis = self._diagnosis(state, verdict, response, step)
-        if response.to_step is not None:
-            self._written(stopped)
+        self._written(stopped, untold=diagnosis)
         self._incidents.decided(
             "needs_person",
             len(stopped.rollbacks),
@@ -181,10 +205,11 @@ class Watchdog:
             for r in state.rollbacks
         )
         next_start = (
-            f"The next start goes on from the calm checkpoint of step {response.to_step:,}, and gives up "
+            f"The next start goes on from the checkpoint of step {response.to_step:,}, and gives up "
             'later ones that are not pinned; with watchdog.mode="observe" it goes on from the newest'
-            if response.to_step is not None
-            else "The next start goes on from the newest checkpoint: move away those from after the onset"
+            if response.to_step
+            else "No checkpoint is older: give the run file a new `out` to begin anew, or go on from the "
+            'newest with watchdog.mode="observe"'
         )
         return (
             f"step {step:,}: {verdict.message}; nothing is left to try: {response.reason}. Look at "
@@ -193,24 +218,29 @@ class Watchdog:
         )
 
 
-def calm_steps(places: Places, state: RunState) -> list[int]:
-    """The checkpoints that a run may go back to: none, though pinned, of a branch that it has left."""
-    steps = []
-    for folder in published(places.root):
-        step = step_of(folder.name)
-        if step is None or not (folder / CALM).exists():
-            continue
-        with suppress(OSError, ValueError, KeyError, TypeError):  # it would not verify either
-            saved = RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
-            steps += [] if is_abandoned(saved, state.rollbacks) else [step]
-    return steps
+def saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[int]:
+    """The checkpoints of a folder that a run may go back to: none, even pinned, of a branch that it left."""
+    folders = [folder for folder in published(root) if not calm or (folder / CALM).exists()]
+    return [step_of(f.name) or 0 for f in folders if not is_left(f, rollbacks)]
+
+
+def shipped_steps(places: Places, calm: bool, tell: Callable[[str], None]) -> list[int]:
+    """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
+    if places.remote is None:
+        return []
+    try:
+        steps = places.remote.steps()
+        return [step for step in steps if not calm or places.remote.size(step, CALM) is not None]
+    except OSError as error:
+        tell(f"which checkpoints {places.remote.place} has is not known: {error}")
+        return []
 
 
 def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:
     """The newest entry of the ledger, with its samples."""
     skip = state.ledger.skips[-1]
     samples: dict[str, dict[str, list[int]]] = {}
-    for source, epoch, sample in feed.sampler.skipped(skip).listed():
+    for source, epoch, sample in feed.sampler.skipped(skip, state.ledger).listed():
         samples.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
     size = {"num_samples": skip.stop - skip.start}
     return {"phase": skip.phase, "start": skip.start, "stop": skip.stop, **size, "samples": samples}

@@ -12,19 +12,21 @@ from math import isfinite
 from typing import Any
 
 from ds_pretrain.attribution import Replay, Seen, conclude, passes, suspect_hosts
+from ds_pretrain.cure import read_cure
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.known_bad import installed_versions, non_finite_advice
 from ds_pretrain.monitor.monitor import METRICS, Monitor
 from ds_pretrain.monitor.sinks import read_metrics_backwards
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import StepRecord
-from ds_pretrain.response import is_same_place
+from ds_pretrain.response import Response, is_same_place
 from ds_pretrain.state import Rollback, RunState
 from ds_pretrain.watchdog import ONSET_REACH, Verdict
 from ds_pretrain.world import World, gather_objects
 
 RankLosses = tuple[float, ...]  # the mean loss of each rank at one step
-_FEW_NON_FINITE = 3  # after so many in a start it is no accident
+_FEW_NON_FINITE = 3  # so many within a window are no accident
+_LOOK_BACK = 10  # times `patience`: rollbacks older than that are not looked for any more
 _CURED = {"replay": "the replay cured it", "skip": "it was the data that are skipped now"}
 
 
@@ -41,11 +43,16 @@ class Incidents:
         self._concluded: set[int] = set()  # numbers of those whose outcome has been told
         self._open: dict[int, Rollback] = {}  # what has been gone back for and is not passed yet, by number
         self._said: tuple[Any, ...] = ()
-        self._num_non_finite = 0  # norms of this start, where the loss was finite
+        # The last steps whose norm was no number while the loss was one.
+        self._non_finite: deque[int] = deque(maxlen=_FEW_NON_FINITE)
+        self._has_advised = False
+        self._observed: str | None = None  # the kind of trouble that mode "observe" has last told
 
     def lacking(self, state: RunState) -> tuple[str, ...]:
         """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
         number = len(state.rollbacks)
+        if number > len(read_cure(self._plan.out).rollbacks):  # another run's, from which this one began
+            return ()
         told = {event for event, incident in self._told(state) if incident == number}
         if number not in self._open_ones(state):
             return ()
@@ -74,12 +81,14 @@ class Incidents:
 
     def _open_ones(self, state: RunState) -> dict[int, Rollback]:
         """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
-        ladder = self._plan.ladder
+        ladder, patience = self._plan.ladder, self._patience
+        healthy_since = state.step - state.num_healthy
         return {
             number: rollback
             for number, rollback in enumerate(state.rollbacks, start=1)
-            if rollback.response != "stop" and state.step < rollback.step + self._patience
-            if number not in self._concluded
+            if rollback.response != "stop" and number not in self._concluded
+            if state.step < max(rollback.step, healthy_since) + patience  # else it was passed in health
+            if state.step < rollback.step + _LOOK_BACK * patience
             if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
         }
 
@@ -88,16 +97,25 @@ class Incidents:
         self._recent.append((record.step, rank_losses))
         self._say(record, verdict, state.num_healthy)
         if self._replay is not None:
-            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, rank_losses)
+            ranks = self._world.size
+            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses)
             self._replay = self._replay.after(record.step, seen)
-        if self._open and state.num_healthy >= self._patience:
+        if state.num_healthy >= self._patience:
+            self._observed = None
             self._close_passed(state)
 
     def dropped(self, record: StepRecord, ids: SampleIds, num_dropped: int) -> None:
         """An update was not applied: its samples were read and not learned from."""
+        if not self._world.is_main:
+            return
         if record.grad_norm is None and isfinite(record.loss):
-            self._num_non_finite += 1
-            if self._num_non_finite == _FEW_NON_FINITE:
+            self._non_finite.append(record.step)
+            first = self._non_finite[0]
+            if (
+                len(self._non_finite) == _FEW_NON_FINITE
+                and not self._has_advised
+                and (record.step - first < self._plan.run.watchdog.window)
+            ):
                 self._advise(record.step)
         self._monitor.event(
             "dropped",
@@ -110,6 +128,7 @@ class Incidents:
 
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
+        self._has_advised = True
         plan = self._plan
         advice = non_finite_advice(plan.deepspeed, installed_versions(), plan.run.deepspeed)
         self._tell(f"step {step:,}: {advice}")
@@ -141,6 +160,21 @@ class Incidents:
             **more,
             rank_losses={str(at): list(losses) for at, losses in known},
             hosts=list(self._hosts),
+        )
+
+    def observed(self, step: int, verdict: Verdict, response: Response) -> None:
+        """What would be done, if the watchdog might do it: each trouble once. On rank 0."""
+        if self._observed == verdict.kind:
+            return
+        self._observed = verdict.kind
+        what = (
+            f"{response.action}, {response.reason}"
+            if response.action != "stop"
+            else f"stop: {response.reason}"
+        )
+        self._tell(f'step {step:,}: {verdict.message}; the watchdog would {what}; watchdog.mode = "observe"')
+        self._monitor.event(
+            "observed", step=step, response=response.action, to_step=response.to_step, reason=response.reason
         )
 
     def suspects(self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +239,7 @@ class Incidents:
         if replay is None or replay.incident != number:
             return
         self._replay = None
-        compared = conclude(replay, self._world.size, came_back)
+        compared = conclude(replay, came_back)
         difference = replay.difference
         self._tell(f"incident {number}: {compared.message}")
         self._monitor.event(
@@ -215,6 +249,6 @@ class Incidents:
             finding=compared.finding,
             message=compared.message,
             first_difference=difference and difference.step,
-            ranks=list(difference.ranks) if difference else [],
+            ranks=list(difference.ranks or ()) if difference else [],
             hosts=list(suspect_hosts(replay)) if compared.finding == "passing_fault" else [],
         )

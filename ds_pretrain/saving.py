@@ -14,7 +14,7 @@ from time import monotonic, perf_counter, sleep
 
 from ds_pretrain.checkpoint.layout import DEEPSPEED, Manifest, published, step_name, step_of
 from ds_pretrain.checkpoint.places import ASSEMBLED, Places
-from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_shipped, prune
+from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
 from ds_pretrain.deepspeed_json import zero_stage
@@ -134,6 +134,8 @@ class Saver:
         calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) + patience <= state.step}
         self._not_yet_calm -= calm
         for folder in calm if self._places.leads(self._world) else ():
+            if is_left(folder, state.rollbacks):  # pinned, and of before a rollback
+                continue
             with contextlib.suppress(OSError):  # it was pruned, or set aside
                 (folder / CALM).touch()
 

@@ -55,7 +55,7 @@ def find_suspects(
     if not world.is_main:
         return []
     every = [(row[0], int(row[1]), int(row[2])) for row in rows.reshape(-1, 3).tolist() if row[1] > 0]
-    return [_described(feed, ledger, *suspect) for suspect in sorted(every, reverse=True)[:NUM_SUSPECTS]]
+    return _described(feed, ledger, sorted(every, reverse=True)[:NUM_SUSPECTS])
 
 
 def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -64,15 +64,28 @@ def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return nll if nll == nll else inf
 
 
-def _described(feed: Feed, ledger: SkipLedger, loss: float, step: int, place: int) -> dict[str, Any]:
-    ids = feed.sampler.ids(step - 1, ledger)
-    [passage] = passages(ids, [place], feed.sources)
-    return {
-        "step": step,
-        "loss": loss,
-        "source": passage.source,
-        "epoch": passage.epoch,
-        "sample": passage.sample,
-        "documents": list(passage.documents),
-        "text": passage.text[:_MOST_CHARACTERS],
-    }
+def _described(
+    feed: Feed, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
+) -> list[dict[str, Any]]:
+    """Suspects with their text. What cannot be shown costs its text, and never the run."""
+    told: dict[tuple[int, int], dict[str, Any]] = {}
+    for step in sorted({step for _, step, _ in suspects}):
+        ids, places = feed.sampler.ids(step - 1, ledger), [p for _, at, p in suspects if at == step]
+        listed = ids.listed()
+        for place in places:
+            source, epoch, sample = listed[place]
+            told[step, place] = {
+                "source": source,
+                "epoch": epoch,
+                "sample": sample,
+                "documents": [],
+                "text": "",
+            }
+        try:
+            for place, passage in zip(places, passages(ids, places, feed.sources), strict=True):
+                shown = {"documents": list(passage.documents), "text": passage.text[:_MOST_CHARACTERS]}
+                told[step, place] |= shown
+        except Exception as error:  # a tokenizer may raise what it likes, and this is on one rank
+            for place in places:
+                told[step, place]["text"] = f"[cannot be shown: {type(error).__name__}: {error}]"
+    return [{"step": step, "loss": loss, **told[step, place]} for loss, step, place in suspects]

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count
 from ds_pretrain.checkpoint.verdict import Found
-from ds_pretrain.cure import read_cure
+from ds_pretrain.cure import note_told, read_cure
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.validation import ValidationSet
 from ds_pretrain.engine import Engine, initialize_distributed
 from ds_pretrain.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_NEEDS_PERSON,
     InputError,
     NeedsPerson,
     NoProgress,
@@ -86,6 +87,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     require_shared_folder(plan.out, world)
     places = open_places(plan, world)
     cure = _shared(world, lambda: read_cure(plan.out))
+    if cure.untold is not None:
+        raise agreed(NeedsPerson(f"{cure.untold}\n(the run died before it could end with this; it does now)"))
     is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
     own = store.find(places, world, tell, is_left)
     found = own or _origin(plan, wish, world, tell)
@@ -151,7 +154,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         state, verdict = parts.watchdog.judge(state, step, shared.rank_losses, batch.ids)
         saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
         probe = partial(probe_again, engine, batch, step.step - 1, world)
-        if parts.watchdog.wants_back(verdict):
+        if parts.watchdog.wants_back(state, verdict):
             saver.finish()
             try:
                 state = parts.watchdog.roll_back(state, verdict, engine, parts.feed, step.step)
@@ -164,9 +167,9 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
         if state.step == plan.last_step and num_attempted > 1 and not num_applied:
             raise NoProgress(
-                f"{num_attempted} steps were attempted and every update was dropped (gradients not finite, or wild); "
-                "nothing was learned since the checkpoint that this start began from: lower schedule.peak, "
-                "or check the data"
+                f"{num_attempted} steps were attempted and every update was dropped (gradients not "
+                "finite, or wild); nothing was learned since the checkpoint that this start began from: "
+                "lower schedule.peak, or check the data"
             )
         if parts.validation and validation_due(plan, state):
             parts.monitor.validation(state.step, evaluate(engine, plan, parts.validation, world))
@@ -236,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record_exit(plan: Plan, code: int) -> None:
     try:
         record_exit(plan.out, code)
+        if code == EXIT_NEEDS_PERSON:
+            note_told(plan.out)
     except OSError as error:
         say(sys.stderr, f"ds_pretrain: exit code {code} could not be written to {plan.out}: {error}")
 

@@ -25,11 +25,12 @@ LAYERS: dict[str, int] = {
     for layer, names in enumerate(
         [
             "errors files reading world rank_files credentials",
-            "attribution config complaints paths timeline schedules state record plan rate_plot run_problems past interval shares response "
-            "watchdog watchdog_memory watchdog_plot robust deepspeed_json deepspeed_keys deepspeed_values "
-            "veto known_bad verdict watchdog_norm",
+            "attribution config complaints paths timeline schedules state record plan rate_plot "
+            "run_problems past interval shares response watchdog watchdog_memory watchdog_plot robust "
+            "deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "preflight opening probing incidents suspects healing saving shipping step train sample launch watchdog_replay audit",
+            "preflight opening probing incidents suspects healing saving shipping step train sample "
+            "launch watchdog_replay audit",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )

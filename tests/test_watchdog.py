@@ -454,7 +454,8 @@ def test_a_single_wild_update_is_dropped_and_said_and_enters_no_statistics() -> 
     assert verdict.onset in range(NEXT - 2, NEXT + 1)  # two norms before it were a little high by chance
     assert re.fullmatch(
         r"update dropped for its gradient norm of 50, \d+\.\d spreads above the usual 0\.[23]\d* "
-        rf"\(watchdog\.drop_sigmas = 20\); high since step {verdict.onset}; weights and moments are as they were",
+        rf"\(watchdog\.drop_sigmas = 20\); high since step {verdict.onset}; weights and moments "
+        "are as they were",
         verdict.message,
     )
     assert memory.norm == before.norm

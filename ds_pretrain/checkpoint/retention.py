@@ -6,13 +6,23 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, published, step_of
+from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.files import write_point
+from ds_pretrain.response import is_abandoned
+from ds_pretrain.state import Rollback, RunState
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
 CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it
 SHIPPED = "shipped"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
+
+
+def is_left(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
+    """True if a checkpoint is of a branch that the run has left, or cannot be read."""
+    try:
+        return is_abandoned(RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")), rollbacks)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def doomed(

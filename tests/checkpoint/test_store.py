@@ -17,7 +17,7 @@ from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import Capture
-from ds_pretrain.healing import calm_steps
+from ds_pretrain.healing import saved_steps
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
 from tests.checkpoint.test_layout import MANIFEST
@@ -528,10 +528,12 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
 
 
 def test_a_pinned_calm_checkpoint_of_a_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
-    world, places = World(), Places(tmp_path, tmp_path)
     for step in (2, 4, 6):
-        _save(tmp_path, step, world)
+        _save(tmp_path, step, World())
         (tmp_path / step_name(step) / CALM).touch()
     back = Rollback(2, 7, 5, "lasting_spike", "replay", 1)
-    assert calm_steps(places, RunState(6)) == [6, 4, 2]
-    assert calm_steps(places, RunState(6, rollbacks=(back,))) == [2]
+    assert saved_steps(tmp_path, (), calm=True) == [6, 4, 2]
+    assert saved_steps(tmp_path, (back,), calm=True) == [2]
+    (tmp_path / step_name(4) / CALM).unlink()
+    assert saved_steps(tmp_path, (), calm=True) == [6, 2]
+    assert saved_steps(tmp_path, (), calm=False) == [6, 4, 2]

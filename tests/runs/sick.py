@@ -13,10 +13,13 @@ import torch
 
 from ds_pretrain import cure, healing
 from ds_pretrain import train as train_module
+from ds_pretrain.checkpoint.layout import DOOMED, published, step_of
+from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.data.feed import Batch, Feed
 from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.plan import load_plan
 from ds_pretrain.state import SkipLedger
-from ds_pretrain.world import World
+from ds_pretrain.world import World, barrier
 from tests.runs.golden import run_rank
 from tests.scenario import LLAMA, make_run
 
@@ -70,7 +73,8 @@ def run_sick(
 ) -> Any:
     """Train; the exit code, what was said, and what `run_rank` returns. What passes, once `met`, is over.
 
-    With `kill_at`, this process is SIGKILLed at that write point of a rollback, or as it begins to load.
+    With `kill_at`, this process is SIGKILLed at that write point of a rollback, when it has given up one
+    checkpoint of those it leaves, as it begins to load, or when it saves for a person.
     """
     patch = pytest.MonkeyPatch()
     take_step, read, over = train_module.take_step, Feed._read, [met]
@@ -119,6 +123,12 @@ def run_sick(
     if fault is not None and fault.kind == "data":
         patch.setattr(Feed, "_read", poisoned)
     patch.setattr(cure, "write_point", point)
+    if kill_at == "person":
+        patch.setattr(
+            train_module.Saver, "save_for_person", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    if kill_at == "leave":
+        patch.setattr(healing.store, "leave", _leave_one)
     if kill_at == "load":
         patch.setattr(healing.store, "restore", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     said = io.StringIO()
@@ -130,5 +140,15 @@ def run_sick(
         except train_module.RunError as error:
             code = error.exit_code
             said.write(str(error))
+            if world.is_main:
+                train_module._record_exit(load_plan(run_file, overrides), code)
     patch.undo()
     return code, said.getvalue(), ended
+
+
+def _leave_one(places: Places, to_step: int, world: World, tell: Any) -> None:
+    later = [folder for folder in published(places.root) if (step_of(folder.name) or 0) > to_step]
+    if world.is_main and later:
+        later[0].rename(later[0].with_name(f"{later[0].name}{DOOMED}"))
+    barrier(world)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -121,7 +121,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert "replay from step" in said
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay", "skip"]
-    assert "The next start goes on from the calm checkpoint of step" in said
+    assert "The next start goes on from the checkpoint of step" in said
     [told] = _events(out, "needs_person")
     assert told["diagnosis"] in said
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip", "stop"]
@@ -137,11 +137,15 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
 
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    run_ranks(run_sick, 2, str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
-    [told] = _events(tmp_path / "out", "needs_person")
+    stops = (str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
+    assert run_ranks(run_sick, 2, *stops, "person", allow_kill=True) == [KILLED] * 2
+    silent = run_ranks(run_sick, 2, *stops)  # a supervisor would start again what had died
+    assert [code for code, _, _ in silent] == [EXIT_NEEDS_PERSON] * 2
+    assert "the run died before it could end with this; it does now" in silent[0][1]
+    newest_step = max(record["step"] for record in _events(tmp_path / "out", "checkpoint"))
     ranks = run_ranks(run_sick, 2, str(run_file), None, ('watchdog.mode="observe"',))
     assert [code for code, _, _ in ranks] == [0, 0]
-    assert [r["step"] for r in _events(tmp_path / "out", "resume")] == [told["step"]]
+    assert [r["step"] for r in _events(tmp_path / "out", "resume")] == [newest_step]
     saved = tmp_path / "out" / "checkpoints" / "step_000000040" / "run_state.json"
     newest = RunState.from_json(saved.read_text())
     assert not read_cure(tmp_path / "out").abandons(newest)  # it knows of the stop
@@ -184,15 +188,21 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     observed = make_sick_run(tmp_path / "observed")
     ranks = run_ranks(run_sick, 2, str(observed), POISON, ('watchdog.mode="observe"',))
     assert [code for code, _, _ in ranks] == [0, 0]
-    assert "the watchdog would roll back (loss" in ranks[0][1]
-    assert _events(tmp_path / "observed" / "out", "rollback") == []
+    out = tmp_path / "observed" / "out"
+    [told] = _events(out, "observed")
+    [back] = _events(tmp_path / "spent" / "out", "rollback")  # what the other one did
+    assert (told["response"], told["to_step"], told["reason"]) == (
+        *("replay", back["to_step"], back["reason"]),
+    )
+    assert f"the watchdog would replay, {told['reason']}" in ranks[0][1]
+    assert _events(out, "rollback") == []
 
 
 def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(tmp_path: Path) -> None:
     """Before the replay is written down, after it, and as the skip begins to load: bitwise all the same."""
     whole_file, cut_file = make_sick_run(tmp_path / "whole"), make_sick_run(tmp_path / "cut")
     whole = run_ranks(run_sick, 2, str(whole_file), POISON)
-    for kill_at in (*CURE_POINTS, "load"):
+    for kill_at in (*CURE_POINTS, "leave", "load"):
         ended = run_ranks(run_sick, 2, str(cut_file), POISON, (), kill_at, allow_kill=True)
         assert ended == [KILLED] * 2, kill_at
     cut = run_ranks(run_sick, 2, str(cut_file), POISON)
