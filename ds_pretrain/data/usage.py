@@ -68,16 +68,16 @@ def step_beyond(
 ) -> tuple[int, str] | None:
     """The first step, and its phase, after which more than `epochs` of a source were passed, if any."""
     chunks = sampler.chunks[source]
-    for phase, trained in _phases(sampler).items():
+    for phase in _phases(sampler):
         start = sampler.starts(phase, ledger).get(source)
         if start is None:
             continue
         segments = [segment for segment in sampler.timeline.segments if segment.phase == phase]
         steps = range(segments[0].first_step, segments[-1].end_step + 1)
 
-        def is_beyond(step: int, phase: str = phase, start: Position = start, trained: int = trained) -> bool:
-            read = sampler.timeline.trained_by_phase(step).get(phase, trained)
-            draws = int(ledger.draws(phase, read, 1)[0])
+        def is_beyond(step: int, phase: str = phase, start: Position = start) -> bool:
+            trained = sampler.timeline.trained_by_phase(step)[phase]
+            draws = int(ledger.draws(phase, trained, 1)[0])
             there = sampler.moved({source: start}, phase, draws)[source]
             return chunks.chunks_before(there) > epochs * chunks.num_chunks
 

@@ -13,11 +13,13 @@ import pytest
 from ds_pretrain.data import views as module
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.passages import passages
-from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, make_sampler
 from ds_pretrain.data.sources import check_source, describe_source
 from ds_pretrain.data.views import chosen_of, view
 from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.errors import InputError
+from tests.data.in_memory import feed_of
+from tests.data.slow_order import timeline
 
 MEGATRON = Path(__file__).parent / "megatron"
 BOUNDS = [(None, 40), (40, None), (30, 60), (1, None), (0, 0), (None, 10_000)]
@@ -214,6 +216,29 @@ def test_a_passage_of_a_view_names_the_documents_of_the_corpus(tmp_path: Path) -
     )
     told = [passage.documents for passage in passages(ids, samples, {"x": found})]
     assert told == [(1,), (1, 3), (3,), (3, 5), (5,), (5,)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_run_reads_a_view_through_its_phases_on_any_number_of_ranks(size: int) -> None:
+    """A source and a view of it under two names, the second phase with longer samples."""
+    books = open_source(MEGATRON / "megatron_lm")
+    sources = {"books": books, "long": view(books, int(np.median(books.document_lengths)), None)}
+    line = timeline([("main", 8, [(6, 8)]), ("long", 32, [(6, 8)])])
+    weights = {"main": {"books": 0.5, "long": 0.5}, "long": {"long": 1.0}}
+    sampler = make_sampler(7, line, weights, sources)
+    assert len(set(sampler.ids(7, NO_SKIPS).sample.tolist())) == 8
+    for step in range(12):
+        ids = sampler.ids(step, NO_SKIPS)
+        stream = {name: source.tokens(0, source.num_tokens) for name, source in sources.items()}
+        expected = [
+            stream[name][at * ids.seq_len : (at + 1) * ids.seq_len].tolist() for name, _, at in ids.listed()
+        ]
+        read = []
+        for rank in range(size):
+            with feed_of(sampler, sources, rank, size) as feed:
+                for micro in feed.read(step, NO_SKIPS).micro_batches:
+                    read += micro.input_ids.tolist()
+        assert read == expected
 
 
 def test_p06_a_view_reads_its_index_in_parts_and_keeps_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
