@@ -130,12 +130,7 @@ def _parameters_of(rotary: Any, key: str) -> dict[str, Any] | None:
     if any(isinstance(value, Mapping) for value in parameters.values()):
         layer = key.removesuffix(SUFFIX).removesuffix("original_").rstrip("_")
         parameters = parameters.get(layer or getattr(rotary, "layer_type", None)) or {}
-    if not parameters.get("rope_theta"):
-        return None
-    found = dict(parameters)
-    if found.get("rope_type") == "yarn" and found.get("factor") is None:  # DeepSeek's way
-        found["factor"] = rotary.config.max_position_embeddings / found["original_max_position_embeddings"]
-    return found
+    return dict(parameters) if parameters.get("rope_theta") else None
 
 
 def _in_words(parameters: Mapping[str, Any]) -> str:

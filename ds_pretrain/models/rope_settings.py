@@ -186,8 +186,6 @@ def _put(new: dict[str, Any], table: dict[str, Any], theta: float | None) -> Non
             table["rope_theta"] = theta
         if is_old or key in new:
             new[key] = theta
-    if new.get(_ORIGINAL) and _ORIGINAL in table:
-        new[_ORIGINAL] = table[_ORIGINAL]
     if is_old:
         if table.keys() - {"rope_type", "type"} or "default" not in (
             table.get("rope_type"),

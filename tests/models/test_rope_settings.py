@@ -137,6 +137,28 @@ def test_p58_a_scaling_keeps_the_length_that_it_extends_when_the_positions_grow(
     }  # fmt: skip
 
 
+def test_theta_changes_wherever_the_config_has_it() -> None:
+    inside = OLD_YARN["rope_scaling"] | {"rope_theta": 3e4}
+    new = with_rope(BASE | {"rope_scaling": inside}, RopeSection(theta=8e6), 4096)
+    assert (new["rope_scaling"]["rope_theta"], new["rope_theta"]) == (8e6, 8e6)
+    new = with_rope(NEW | {"rope_theta": 5e4}, RopeSection(theta=8e6), 4096)
+    assert (new["rope_parameters"]["rope_theta"], new["rope_theta"]) == (8e6, 8e6)
+    silent = BASE | {"rope_scaling": None}
+    assert with_rope(silent, RopeSection(theta=8e6), 4096) == silent | {"rope_theta": 8e6}
+
+
+def test_a_scaling_that_would_reach_the_sliding_window_too_is_refused() -> None:
+    (problem,) = _problems({"model_type": "modernbert-decoder"}, RopeSection(theta=1e6), 4096)
+    assert "has rotary parameters for each kind of layer" in problem
+
+
+def test_a_kind_that_follows_the_length_keeps_its_theta() -> None:
+    dynamic = BASE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    (problem,) = _problems(dynamic, RopeSection(theta=1e6), 4096)
+    assert "cannot change in a run" in problem
+    assert _problems(dynamic, None, 4096) == []
+
+
 def test_changes_of_several_phases_add_up() -> None:
     longer = with_rope(NEW, RopeSection(theta=1e6), 8192)
     scaled = with_rope(longer, RopeSection(kind="yarn", factor=4.0), 32_768)
