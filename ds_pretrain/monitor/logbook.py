@@ -1,7 +1,7 @@
 """The logbook of a run: `incidents.jsonl`, what a person may ask about, and the page made of it.
 
-The file is appended to and never rewritten; `LOGBOOK.md` is made anew from it, whole and atomically, so it
-heals by itself after a write that failed.
+The file is appended to and never rewritten. A start reads it once; `LOGBOOK.md` is made anew, whole and
+atomically, from what is then remembered of it, so it heals by itself after a write that failed.
 """
 
 import time
@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_pretrain.files import sync_file, write_atomic
+from ds_pretrain.monitor.logbook_memory import NOTEWORTHY, Remembered, remembered
 from ds_pretrain.monitor.logbook_page import page
 from ds_pretrain.monitor.sinks import JsonLines, read_metrics
 
 INCIDENTS = "incidents.jsonl"
 PAGE = "LOGBOOK.md"
-# What is kept. Steps, validations, checkpoints and shipping are routine: metrics.jsonl has them.
-NOTEWORTHY = {
-    *("start", "resume", "stop", "stopped", "finish", "failed", "save_failed", "warning", "changed"),
-    *("watchdog", "dropped", "rollback", "needs_person", "suspects", "compared", "outcome"),
-}
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
 _MOST_POINTS = 200  # of the curve in a record
 _STEPS_BEFORE = 100  # of the onset in a curve, at least: what was usual has to be seen
@@ -30,12 +26,15 @@ _PAUSE_SECONDS = 60.0  # between two pages that tell nothing but small things: t
 class Logbook:
     """A sink that sees every step and event, and writes down the noteworthy ones for people.
 
+    Opening raises OSError when what earlier starts wrote cannot be read, or not be added to.
     `write` and `close` raise OSError when the disk refuses. A record that was refused is missing from the
     file; a page that was refused is made again later.
     """
 
     def __init__(self, out: Path, run_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._incidents, self._page, self._name, self._clock = out / INCIDENTS, out / PAGE, run_name, clock
+        is_there = self._incidents.is_file()
+        self._told = remembered(read_metrics(self._incidents)) if is_there else Remembered()
         self._file = JsonLines(self._incidents)
         self._steps: deque[tuple[int, float, int | None]] = deque(maxlen=_REMEMBERED_STEPS)
         self._page_is_old = self._save_failed = False
@@ -48,7 +47,9 @@ class Logbook:
             self._remember(record)
         if kind in NOTEWORTHY or (kind == "checkpoint" and self._save_failed):  # saves work again
             self._save_failed = kind == "save_failed" or (self._save_failed and kind != "checkpoint")
-            self._file.write(self._completed(record))
+            completed = self._completed(record)
+            self._file.write(completed)
+            self._told.take(completed)
             self._page_is_old = True
             if not _is_small(record):
                 sync_file(self._incidents)
@@ -93,7 +94,7 @@ class Logbook:
 
     def _make_page(self) -> None:
         self._tried_at = self._clock()  # first: a disk that refuses is not asked again with each step
-        write_atomic(self._page, page(list(read_metrics(self._incidents)), self._name))
+        write_atomic(self._page, page(self._told, self._name))
         self._page_is_old = False
 
 

@@ -1,4 +1,7 @@
-"""One incident of the logbook: all that is recorded under its number, as a section of the page."""
+"""One incident of the logbook: all that is recorded under its number, as a section of the page.
+
+Records are as `reduced` leaves them, but for `curve_plot` and `worst_rank`: what these say is kept.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ from ds_pretrain.monitor.logbook_text import (
 from ds_pretrain.watchdog_plot import text_plot
 
 _WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
-_MOST_SUSPECTS = 20
+MOST_SUSPECTS = 20
 _ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
 _TEXT_CHARACTERS = 120  # of a suspect
 _MARKS = {"X": "decided here", "N": "loss not finite", "!": "since the onset"}
@@ -66,10 +69,24 @@ def incident(records: Sequence[Record]) -> Iterator[str]:
         yield "Outcome: **open**, nothing is recorded of how it ended."
 
 
-def verdict(record: Record) -> Iterator[str]:
-    """The paragraphs of a verdict to roll back that was not acted upon."""
-    yield f"{where(record)}. Nothing was done: the mode was observe, or the start ended right here."
+def verdict(record: Record, observed: Record | None = None) -> Iterator[str]:
+    """The paragraphs of a verdict to roll back that was not acted upon, and of what would have been done."""
+    why = "the mode was observe, or the start ended right here" if observed is None else "the mode is observe"
+    yield f"{where(record)}. Nothing was done: {why}."
     yield from _seen(record)
+    if observed is not None:
+        yield would_have(observed)
+
+
+def would_have(observed: Record) -> str:
+    """What mode "act" would have done, in a sentence."""
+    response, to_step, reason = (observed.get(name) for name in ("response", "to_step", "reason"))
+    if response == "stop":
+        done, back = "**a person would have been asked**", "; the next start would go on from step"
+    else:
+        done, back = f"**{escaped(response or 'roll back')}**", ", back to the checkpoint of step"
+    target = "" if to_step is None else f"{back} {number(to_step)}"
+    return f"In mode act: {done}{target}{f': {escaped(reason)}' if reason else ''}."
 
 
 def _title(record: Record) -> str:
@@ -85,9 +102,9 @@ def _after(record: Record) -> str:
 def _seen(record: Record) -> Iterator[str]:
     if record.get("message"):
         yield f"Seen: {sentence(record['message'])}"
-    if picture := curve_plot(record):
+    if picture := record.get("picture"):
         yield block(picture)
-    if said := worst_rank(record):
+    if said := record.get("worst_rank"):
         yield said
 
 
@@ -159,10 +176,7 @@ def _decided(record: Record) -> Iterator[str]:
 def _skipped(skipped: Any) -> str:
     if not isinstance(skipped, Mapping):  # what an older version wrote
         return f"Skipped: {escaped(skipped)}."
-    per_source = {
-        source: sum(len(ids) for ids in epochs.values())
-        for source, epochs in (skipped.get("samples") or {}).items()
-    }
+    per_source = skipped.get("samples") or {}
     named = ", ".join(f"{number(n)} of {escaped(source)}" for source, n in per_source.items())
     total = known(skipped, "num_samples")
     total = sum(per_source.values()) if total is None else total
@@ -176,13 +190,13 @@ def _skipped(skipped: Any) -> str:
 
 
 def _suspects(record: Record) -> Iterator[str]:
-    samples = record.get("samples") or []
+    samples, found = record.get("samples") or [], record.get("num_samples") or 0
     yield (
-        f"Suspects: of the offending batches, {counted(len(samples), 'sample')} with the highest loss under "
-        "the weights gone back to."
+        f"Suspects: of the offending batches, {counted(found, 'sample')} with the highest loss under the "
+        "weights gone back to."
     )
     rows = ["| loss | source | document | sample | step | text begins |", "|---|---|---|---|---|---|"]
-    for sample in samples[:_MOST_SUSPECTS]:
+    for sample in samples:
         documents = ", ".join(number(d) for d in sample.get("documents") or [])
         epoch = sample.get("epoch")
         cells = [
@@ -196,8 +210,8 @@ def _suspects(record: Record) -> Iterator[str]:
         rows.append(f"| {' | '.join(cells)} |")
     if samples:
         yield "\n".join(rows)
-    if len(samples) > _MOST_SUSPECTS:
-        yield f"{len(samples) - _MOST_SUSPECTS:,} more are in incidents.jsonl."
+    if found > len(samples):
+        yield f"{found - len(samples):,} more are in incidents.jsonl."
 
 
 def _compared(record: Record) -> str:

@@ -9,7 +9,7 @@ from ds_pretrain.monitor.sinks import count
 
 Record = Mapping[str, Any]
 _MOST_TOKENS = 1e18  # a plausible count
-_LONGEST_BLOCK = 8000  # characters
+LONGEST_BLOCK = 8000  # characters
 LONGEST_TEXT = 300  # characters of a value that is told in a line
 # Everything that could open or close something in Markdown; `_` inside a word cannot.
 _MARKUP = re.compile(r"[\\`*\[\]~$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -32,7 +32,7 @@ def escaped(value: Any, longest: int = LONGEST_TEXT) -> str:
 
 def block(text: str) -> str:
     """`text` as a code block that nothing in it can end."""
-    text = text[:_LONGEST_BLOCK]
+    text = text[:LONGEST_BLOCK]
     lines = ["".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines()]
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return "\n".join([fence, *lines, fence])
@@ -84,8 +84,8 @@ def where(record: Record) -> str:
     return ", ".join(parts)
 
 
-def ranges(steps: list[int], most: int = 6) -> str:
-    """Steps as ranges: "3 to 7, 12"; after `most` of them only how many steps more."""
+def ranges(steps: list[int], most: int = 6, more: int = 0) -> str:
+    """Steps as ranges: "3 to 7, 12"; after `most` of them only how many steps more, and `more` besides."""
     runs: list[list[int]] = []
     for step in sorted(set(steps)):
         if runs and step == runs[-1][1] + 1:
@@ -93,5 +93,5 @@ def ranges(steps: list[int], most: int = 6) -> str:
         else:
             runs.append([step, step])
     shown = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in runs[:most])
-    left = sum(b - a + 1 for a, b in runs[most:])
+    left = sum(b - a + 1 for a, b in runs[most:]) + more
     return f"{shown} and {left:,} more" if left else shown

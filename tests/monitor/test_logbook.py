@@ -2,6 +2,8 @@
 
 import math
 import os
+import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,8 @@ import pytest
 
 from ds_pretrain.monitor import logbook as logbook_module
 from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook
+from ds_pretrain.monitor.logbook_memory import Remembered
+from ds_pretrain.monitor.logbook_page import page as page_of
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.world import World
@@ -47,11 +51,11 @@ def kept(out: Path) -> list[dict[str, Any]]:
 def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of records in each page made from here on."""
     made: list[int] = []
-    real = logbook_module.page
+    real = page_of
 
-    def counting(records: Any, name: str) -> str:
-        made.append(len(records))
-        return real(records, name)
+    def counting(told: Any, name: str) -> str:
+        made.append(told.num_records)
+        return real(told, name)
 
     monkeypatch.setattr(logbook_module, "page", counting)
     return made
@@ -61,9 +65,10 @@ def test_only_what_a_person_may_ask_about_is_kept(tmp_path: Path) -> None:
     book = Logbook(tmp_path, "small")
     routine = [event("validation", 5, losses={"web": 1.0}), event("checkpoint", 5), event("shipped")]
     noteworthy = (
-        "start resume stop finish save_failed watchdog rollback needs_person suspects compared outcome"
+        "start resume stop finish save_failed warning changed watchdog observed rollback needs_person "
+        "suspects compared outcome"
     )
-    for record in [*routine, *(event(kind, 5) for kind in noteworthy.split())]:
+    for record in [*routine, event("failed"), *(event(kind, 5) for kind in noteworthy.split())]:
         book.write(record)
     steps(book, 1, 3)
     book.close()
@@ -218,6 +223,119 @@ def test_a_small_thing_is_in_the_page_a_minute_later_though_nothing_else_happens
     steps(book, 5, 5)
     assert "1 update dropped" in (tmp_path / PAGE).read_text()
     book.close()
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Each file of records that a logbook reads from here on."""
+    reads: list[Path] = []
+
+    def counting(path: Path) -> Any:
+        reads.append(path)
+        return read_metrics(path)
+
+    monkeypatch.setattr(logbook_module, "read_metrics", counting)
+    return reads
+
+
+def large_incident(number: int) -> list[dict[str, Any]]:
+    """As a run on 1,000 ranks tells of it that skips 20,000 samples."""
+    step, losses = 1000 * number, [2.5 + rank / 1000 for rank in range(1000)]
+    sick = [*losses[:-1], 9.0]
+    skipped = {
+        "phase": "main",
+        "start": 0,
+        "stop": 20_000,
+        "num_samples": 20_000,
+        "samples": {"web": {"0": list(range(15_000))}, "code": {"0": [7] * 5_000}},
+    }
+    asked = {"incident": number, "response": "skip", "to_step": step - 200}
+    samples = [{"loss": 9.0, "source": "web", "sample": n, "text": "word " * 200} for n in range(50)]
+    return [
+        event("watchdog", step, action="roll_back", trouble="spike", onset=step - 5),
+        event(
+            "rollback",
+            step,
+            **asked,
+            onset=step - 5,
+            trouble="spike",
+            skipped=skipped,
+            rank_losses={str(at): sick for at in range(step - 10, step)},
+            hosts=[f"node-{rank // 8}:{rank % 8}" for rank in range(1000)],
+        ),
+        event("suspects", step, incident=number, samples=samples),
+        event("outcome", step + 30, incident=number, outcome="healed"),
+    ]
+
+
+def test_pages_of_large_incidents_read_no_file_and_what_is_remembered_of_them_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = count_reads(monkeypatch)
+    monkeypatch.setattr(logbook_module, "sync_file", lambda path: None)  # the file is gone below
+    book = Logbook(tmp_path, "small")
+    for number in range(1, 21):
+        steps(book, 1000 * number - 300, 1000 * number, lambda step: 2.5)
+        for record in large_incident(number):
+            book.write(record)
+        if number == 1:
+            one = len(pickle.dumps(book._told))
+    assert (tmp_path / INCIDENTS).stat().st_size > 5e6
+    (tmp_path / INCIDENTS).unlink()  # so nothing can be read from it
+    book.write(event("stop", 21_000))
+    book.close()
+    assert reads == []
+    assert len(pickle.dumps(book._told)) < 21 * one < 21 * 20_000
+    text = (tmp_path / PAGE).read_text()
+    assert text.count("Skipped: 20,000 samples (15,000 of web, 5,000 of code) of phase main") == 20
+    assert text.count("rank 999 on node-124:7 stood out most of 1,000 ranks, with a loss of 9; ") == 20
+    assert text.count("30 more are in incidents.jsonl.") == 20
+    assert len(re.findall("^trouble .*X$", text, re.MULTILINE)) == 20
+
+
+def test_what_is_remembered_is_what_a_later_start_reads_once_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of a start that saw everything is that of one that read it."""
+    reads = count_reads(monkeypatch)
+    book = Logbook(tmp_path, "small")
+    steps(book, 700, 1000, lambda step: math.nan if step == 999 else 2.5)
+    for record in [event("start", 0, world_size=2), event("dropped", 3, cause="wild_norm"), event("warning")]:
+        book.write(record)
+    for record in [*large_incident(1), event("changed", field="a", old=1, new=None), event("save_failed", 7)]:
+        book.write(record)
+    told = (tmp_path / PAGE).read_text()
+    assert reads == []
+    book.close()
+    (tmp_path / PAGE).unlink()
+    again = Logbook(tmp_path, "small")
+    again._make_page()
+    assert (tmp_path / PAGE).read_text() == told
+    again.write(event("resume", 5))
+    again.write(event("stop", 9))
+    again.close()
+    assert len(reads) == 1
+
+
+def test_months_of_small_things_and_starts_take_no_more_memory_than_a_day(tmp_path: Path) -> None:
+    sizes = {}
+    memory = Remembered()
+    for day in range(200):
+        first = 100_000 + 1000 * day
+        for step in range(first, first + 510):
+            memory.take(event("dropped", step, cause=f"cause {step}"))
+        for step in range(first, first + 110):
+            memory.take(event("watchdog", step, action="ok", trouble="blip", onset=step, message="m" * 100))
+        memory.take(event("resume", first))
+        sizes[day] = len(pickle.dumps(memory)) if day in (110, 199) else 0
+    assert sizes[199] < 1.01 * sizes[110]
+    assert memory.counts["dropped"] == 102_000
+    text = page_of(memory, "small")
+    assert "510 updates dropped (490 other, 1 cause " in text
+    assert "steps 299,000 to 299,499 and 10 more. Last: " in text
+    assert "Troubles seen: 110; healed by themselves: 110. The last ones:" in text
+    assert "## Small things, steps 299,000 to 299,509" in text
+    assert "0 incidents (0 open); 200 starts, the last " in text
+    assert "200 older entries are in incidents.jsonl only." in text
 
 
 def open_monitor(out: Path, rank: int = 0) -> Monitor:

@@ -3,15 +3,21 @@
 import math
 import random
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from ds_pretrain.monitor.logbook_incident import worst_rank
-from ds_pretrain.monitor.logbook_page import page
+from ds_pretrain.monitor.logbook_memory import remembered
+from ds_pretrain.monitor.logbook_page import page as page_of
 from ds_pretrain.monitor.logbook_text import block, escaped, ranges
 
 NASTY = "a|b `x` *y* _z_ <script>\n# [l](javascript:1) \\| ~~~ $m$ &amp; \x1b[31m\u202e\ud800 \u2028end"
+
+
+def page(records: Iterable[Any], name: str) -> str:
+    return page_of(remembered(records), name)
 
 
 def event(kind: str, step: int | None = None, minute: int = 0, **fields: Any) -> dict[str, Any]:
@@ -229,7 +235,6 @@ def test_a_resume_tells_how_many_ranks_there_are_and_were_and_how_the_start_befo
         ([event("start", 0), event("dropped", 5, 3)], "healthy since 2026-09-21 14:16:20 UTC."),
         ([event("start", 0), event("finish", 9)], "finished (2026-09-21 14:13:20 UTC, step 9, attempt 1)."),
         ([event("start", 0), event("stop", 9)], "stopped on request ("),
-        ([event("start", 0), event("failed", 9)], "failed ("),
         ([event("start", 0), event("save_failed", 9, problem="no room")], "SAVES FAIL ("),
         ([event("start", 0), event("save_failed", 9), event("checkpoint", 9)], "healthy since "),
         ([event("start", 0), event("watchdog", 9, action="watch", message="loss 9")], "loss 9."),
@@ -361,7 +366,7 @@ def test_records_of_noise_never_break_the_page() -> None:
         True,
     ]
     for _ in range(500):
-        records = [
+        records: list[dict[str, Any]] = [
             {"event": rng.choice([*kinds, "other", None, 3, []])}
             | {name: rng.choice(values) for name in rng.sample(fields.split(), rng.randrange(8))}
             for _ in range(rng.randrange(1, 12))
@@ -379,3 +384,54 @@ def test_a_page_of_many_thousand_records_stays_short() -> None:
     assert len(sections(text)) == 200
     assert text.endswith("4,800 older entries are in incidents.jsonl only.\n")
     assert len(text) < 100_000
+
+
+def test_an_open_incident_outlives_newer_entries_and_an_older_one_is_still_counted() -> None:
+    records = [rollback(1), event("outcome", 2, incident=1, outcome="healed"), rollback(2)]
+    records += [event("resume", step) for step in range(300)]
+    text = page(records, "small")
+    assert sections(text)[-1] == "Incident 2"
+    assert "2 incidents (1 open; [2](#incident-2)); 300 starts" in text
+    late = [
+        event("outcome", 3, incident=1, outcome="came_back"),
+        event("outcome", 3, incident=2, outcome="healed"),
+    ]
+    text = page([*records, *late], "small")
+    assert "2 incidents (0 open; [2](#incident-2)); 300 starts" in text
+    assert "Outcome: **healed**." in section(text, "Incident 2")
+    many = [rollback(number) for number in range(1, 303)]
+    text = page([*many, event("outcome", 3, incident=1, outcome="healed")], "small")
+    assert "302 incidents (301 open; [302](#incident-302); " in text
+    assert len(sections(text)) == 200
+
+
+def test_what_of_the_plan_changed_is_one_entry_for_a_start_with_a_line_each() -> None:
+    changes = [
+        event("changed", field="schedule.peak", old="0.1", new="0.2"),
+        event("changed", field="batch.tokens", old="*4M*", new="8M"),
+    ]
+    later = event("changed", field="seed", old="1", new="2") | {"attempt": 2}
+    text = page([*changes, later, event("resume", 5) | {"attempt": 2}], "small")
+    assert sections(text) == ["Resume", "Changed for a start", "Changed for a start"]
+    assert (
+        "2026-09-21 14:13:20 UTC, attempt 1:\n\n- schedule.peak: 0.1 before, 0.2 from then on\n"
+        "- batch.tokens: \\*4M\\* before, 8M from then on\n"
+    ) in text
+    assert "- seed: 1 before, 2 from then on" in text
+
+
+def test_what_mode_observe_would_have_done_stands_with_the_verdict() -> None:
+    said = event("watchdog", 9, action="roll_back", trouble="drift", onset=3, message="it drifts")
+    would = event("observed", 9, response="skip", to_step=1000, reason="from the calm checkpoint")
+    text = page([said, would], "small")
+    assert sections(text) == ["drift, no response"]
+    assert "Nothing was done: the mode is observe." in text
+    done = "In mode act: **skip**, back to the checkpoint of step 1,000: from the calm checkpoint."
+    assert done in text
+    alone = page([would | {"step": 12}, said], "small")
+    assert sections(alone) == ["drift, no response", "Only observed"]
+    assert f"step 12, attempt 1. {done}" in alone
+    stop = page([event("observed", 9, response="stop", to_step=None, reason="nothing is left")], "small")
+    assert "In mode act: **a person would have been asked**: nothing is left." in stop
+    back = page([event("observed", 9, response="stop", to_step=5, reason="it")], "small")
+    assert "**a person would have been asked**; the next start would go on from step 5: it." in back
