@@ -8,15 +8,24 @@ Read in DeepSpeed 0.19.8: `runtime/zero/stage3.py`, `runtime/zero/stage_1_and_2.
 `runtime/bf16_optimizer.py`. Tests show that nothing is left of such a step.
 """
 
+import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ds_pretrain.config import WatchdogSection
 from ds_pretrain.deepspeed_json import uses_bf16, zero_stage
+from ds_pretrain.errors import RunError
 
 _NORM_FUNCTIONS = ("combine_grad_norm_groups", "get_global_norm_of_tensors")  # a module has one of them
+_MODULES = {  # with the ZeRO optimizer of each stage
+    1: ("runtime/zero/stage_1_and_2.py", "runtime/bf16_optimizer.py"),
+    2: ("runtime/zero/stage_1_and_2.py",),
+    3: ("runtime/zero/stage3.py",),
+}
 
 
 @contextmanager
@@ -24,12 +33,15 @@ def dropping_above(optimizer: Any, limit: float | None) -> Iterator[list[float]]
     """While open, a step of this ZeRO optimizer is left out if its norm is above the limit. None: never.
 
     The list then holds that norm; it stays empty if the update is applied, or was no number by itself.
+
+    Raises:
+        RunError: the optimizer's module is not as `drop_problems` expects it.
     """
     if limit is None:
         yield []
         return
     module = sys.modules[type(optimizer).__module__]
-    [name] = [name for name in _NORM_FUNCTIONS if hasattr(module, name)]
+    name = _norm_function(vars(module), module.__name__)
     global_norm = getattr(module, name)
     dropped: list[float] = []
 
@@ -69,6 +81,43 @@ def drop_problems(
         yield _needs("no offload to nvme", name, run_name, 'use "cpu" or none')
     if (config.get("torch_autocast") or {}).get("enabled") is True:
         yield _needs("`torch_autocast` off", name, run_name, "use bf16")
+    for path, text in _installed_modules(zero_stage(config)):
+        try:
+            _norm_function(_names(text), path)
+        except RunError as error:
+            yield f"{run_name}: {error}"
+
+
+def _norm_function(names: Container[str], module: str) -> str:
+    """The function that computes the global norm in a module that has these names."""
+    found = [name for name in _NORM_FUNCTIONS if name in names]
+    if len(found) != 1:
+        raise RunError(
+            f"watchdog.drop_sigmas cannot work with this DeepSpeed: {module} has "
+            f"{' and '.join(found) or 'none'} of {', '.join(_NORM_FUNCTIONS)}; expected exactly one, by which "
+            "it computes the norm that decides on an update; use DeepSpeed 0.19.8, or delete drop_sigmas"
+        )
+    return found[0]
+
+
+def _installed_modules(stage: int) -> Iterator[tuple[str, str]]:
+    """Path and text of the modules that may hold the optimizer, where there are any. Nothing is imported."""
+    package = find_spec("deepspeed")
+    for folder in (package and package.submodule_search_locations) or ():
+        for path in (Path(folder) / name for name in _MODULES.get(stage, ())):
+            if path.is_file():
+                yield str(path), path.read_text(encoding="utf-8")
+
+
+def _names(text: str) -> set[str]:
+    """What a module's text imports or defines at its top."""
+    names = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {one.asname or one.name for one in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return names
 
 
 def _needs(what: str, name: str, run_name: str, why: str) -> str:
