@@ -94,8 +94,9 @@ def _norm_function(names: Container[str], module: str) -> str:
     if len(found) != 1:
         raise RunError(
             f"watchdog.drop_sigmas cannot work with this DeepSpeed: {module} has "
-            f"{' and '.join(found) or 'none'} of {', '.join(_NORM_FUNCTIONS)}; expected exactly one, by which "
-            "it computes the norm that decides on an update; use DeepSpeed 0.19.8, or delete drop_sigmas"
+            f"{' and '.join(found) or 'none'} of {', '.join(_NORM_FUNCTIONS)}; expected exactly one, by "
+            "which it computes the norm that decides on an update; use DeepSpeed 0.19.8, "
+            "or delete drop_sigmas"
         )
     return found[0]
 
