@@ -1,12 +1,21 @@
 """Ten rollbacks in a row, in one process a rank: nothing of them stays behind."""
 
+import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ds_pretrain import healing
+from ds_pretrain.attribution import Replay
+from ds_pretrain.data.feed import Feed
+from ds_pretrain.monitor.logbook import Logbook
+from ds_pretrain.world import World
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import make_sick_run
-from tests.runs.watched import Trouble, run_watched
+from tests.runs.watched import Trouble, Watched, run_watched
 from tests.scenario import LLAMA
 
 STEPS = [12 + 6 * i for i in range(10)]  # far enough apart that each is a place of its own
@@ -20,6 +29,48 @@ rollbacks = 20
 """
 OVERRIDES = ('validation.every="1000 steps"',)
 GROWTH_BYTES = 4 * 2**20
+# What a rollback may add: itself to the state, an entry to the logbook's page, and to this test's own list of
+# states one, with its memory of the watchdog.
+A_ROLLBACK_EACH = {
+    "Rollback": 1,
+    "Entry": 1,
+    "entries of the logbook": 1,
+    "RunState": 1,
+    "Memory": 1,
+    "Usual": 2,
+}
+
+
+def held() -> Counter[str]:
+    """What of the project's is alive in this process: objects by type, and how much the collections hold."""
+    gc.collect()
+    ours = [one for one in gc.get_objects() if type(one).__module__.startswith("ds_pretrain.")]
+    held = Counter(type(one).__qualname__ for one in ours)
+    for one in ours:
+        if isinstance(one, Replay):
+            held["steps of replays"] += len(one.first)
+        elif isinstance(one, Feed):
+            held["batches ahead"] += len(one._ahead)
+        elif isinstance(one, Logbook):
+            held["entries of the logbook"] += len(one._told.entries)
+    return held
+
+
+def _run_held(
+    world: World, run_file: str, troubles: list[Trouble], overrides: tuple[str, ...]
+) -> tuple[Watched, list[Counter[str]]]:
+    """What a rank did, and what was alive after each rollback."""
+    found: list[Counter[str]] = []
+    roll_back = healing.Watchdog.roll_back
+
+    def counted(*args: Any) -> Any:
+        state = roll_back(*args)
+        found.append(held())
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(healing.Watchdog, "roll_back", counted)
+        return run_watched(world, run_file, troubles, overrides), found
 
 
 def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_been_none(
@@ -36,10 +87,17 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
     sick_file = make_sick_run(tmp_path / "sick", WATCHDOG, **more)
     clean = run_ranks(run_watched, 2, str(clean_file), (), OVERRIDES)
     passing = [Trouble("rate", step, step + 1) for step in STEPS]
-    sick = run_ranks(run_watched, 2, str(sick_file), passing, OVERRIDES)
-    for rank in (0, 1):
+    results = run_ranks(_run_held, 2, str(sick_file), passing, OVERRIDES)
+    sick = [watched for watched, _ in results]
+    for rank, (_, alive) in enumerate(results):
         assert sick[rank].code == 0, sick[rank].said
         assert [r.response for r in sick[rank].final.rollbacks] == ["replay"] * 10
+        assert alive[2]["steps of replays"] > 0 or rank > 0
+        grown = Counter(
+            {kind: alive[9][kind] - alive[2][kind] - 7 * A_ROLLBACK_EACH.get(kind, 0) for kind in alive[9]}
+        )
+        assert {kind: more for kind, more in grown.items() if more >= 7} == {}  # one a rollback would be 7
+        assert all(grown[kind] <= 3 for kind in ("steps of replays", "Seen", "batches ahead", "Entry"))
         third, last = sick[rank].usage[2], sick[rank].usage[-1]
         assert last.num_threads <= third.num_threads
         assert last.num_files <= third.num_files
