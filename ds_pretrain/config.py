@@ -125,6 +125,7 @@ class ModelSection(Section):
     qk_norm: bool = False
     z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
     recompute: bool = False
+    mask_documents: bool = False  # attention stays inside a document, and positions restart with each
     attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
         None  # None: the best that the family has
     )
@@ -172,6 +173,7 @@ class SourceSection(Section):
     min_document_tokens: Count | None = None  # documents with fewer are left out
     max_document_tokens: Count | None = None  # and those with more
     max_epochs: Positive | None = None  # over the whole run; more is an error at the start
+    chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
 
 
 Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]

@@ -50,6 +50,11 @@ class Engine(Protocol):
 
     device: torch.device
 
+    @property
+    def module(self) -> nn.Module:
+        """The model itself; its parameters may be partitioned."""
+        ...
+
     def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """[B, T] token ids to [B, T, V] logits.
 
@@ -183,6 +188,12 @@ class ZeroEngine:
         self._document_inputs = document_inputs
         self._captured: list[Callable[[], None]] = []  # wait until copies of a save are made
         self.device: torch.device = torch.device(engine.device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself; its parameters may be partitioned."""
+        module: nn.Module = self._engine.module
+        return module
 
     def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """[B, T] token ids to [B, T, V] logits; `documents` may lie on the host.

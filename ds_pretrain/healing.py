@@ -36,12 +36,13 @@ class Watchdog:
         monitor: Monitor,
         places: Places,
         attempt: int,
+        enter: Callable[[int], None],
         world: World,
         tell: Callable[[str], None],
     ) -> None:
-        """Collective."""
+        """`enter` puts the model into the phase of the update after so many steps. Collective."""
         self._plan, self._places, self._world = plan, places, world
-        self._attempt, self._tell = attempt, tell
+        self._attempt, self._enter, self._tell = attempt, enter, tell
         self._incidents = Incidents(plan, monitor, world, tell)
         self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
@@ -135,7 +136,7 @@ class Watchdog:
         """In what was read under `ledger`, by the weights that were gone back to. Collective."""
         rollback = after.rollbacks[-1]
         steps = offending_steps(rollback.onset, rollback.to_step, rollback.step)
-        found = find_suspects(engine, feed, steps, ledger, self._world)
+        found = find_suspects(engine, feed, self._enter, steps, ledger, self._world)
         self._incidents.suspects(len(after.rollbacks), rollback, found)
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:

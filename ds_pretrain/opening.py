@@ -15,15 +15,16 @@ import torch
 from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.remote import Remote, open_remote, remote_at
-from ds_pretrain.checkpoint.rng import seed_streams
+from ds_pretrain.checkpoint.rng import capture_streams, restore_streams, seed_streams
+from ds_pretrain.curriculum import open_sampler, phase_models
 from ds_pretrain.data.feed import Feed
-from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.data.validation import ValidationSet, make_validation_set
 from ds_pretrain.deepspeed_json import resolve_deepspeed, uses_bf16
 from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.files import ensure_writable_folder, write_atomic
 from ds_pretrain.models.build import build_model, rehearse_build
+from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.rope import restore_rotary
@@ -34,6 +35,8 @@ from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.plan import Plan
 from ds_pretrain.preflight import Inputs, find_problems, open_inputs, summary
 from ds_pretrain.run_directory import RunRecord, read_record
+from ds_pretrain.run_problems import micro_sequences
+from ds_pretrain.stages import Stages
 from ds_pretrain.world import World, from_main, gather_objects, uses_gpu
 
 
@@ -246,14 +249,28 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
         attention=plan.run.model.attention,
     )
     groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
-    engine = open_engine(model.module, groups, config)
+    masked = plan.run.model.mask_documents
+    documents = document_inputs(model.config, dtype_of(config)) if masked else None
+    engine = open_engine(model.module, groups, config, documents)
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
         drawn = [kind for kind in model.weights if kind.asked_std > 0]
         off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
         say(sys.stdout, f"weights    {len(drawn)} kinds drawn, each std within {off:.1%} of what was asked")
+    if masked:
+        streams = capture_streams()
+        with engine.evaluating():
+            refuse_leaks(
+                engine.logits, plan.model["vocab_size"], engine.device, model.config._attn_implementation
+            )
+        restore_streams(streams)
     return engine
+
+
+def open_stages(plan: Plan, engine: Engine, world: World) -> Stages:
+    """What puts the engine's model into the phase of a step."""
+    return Stages(plan, engine.module, phase_models(plan), world)
 
 
 def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
@@ -271,9 +288,10 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
         attempt=record.attempt,
         last_step=plan.last_step,
         tokens_per_step=segment.tokens_per_step,
-        flops_per_token=flops_per_token(
-            json.loads(plan.model_text), segment.seq_len, qk_norm=plan.run.model.qk_norm
-        ),
+        flops_per_token={
+            phase.name: flops_per_token(dict(plan.model), phase.seq_len, qk_norm=plan.run.model.qk_norm)
+            for phase in plan.run.phases
+        },
         peak_flops_per_rank=peak_flops(device) if device and uses_bf16(plan.deepspeed) else None,
         world=world,
     )
@@ -281,17 +299,23 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
     """The feed of this rank."""
-    weights = {phase.name: phase.mixture for phase in plan.run.phases}
-    sampler = make_sampler(plan.run.seed, plan.timeline, weights, inputs.sources)
-    return Feed(sampler, inputs.sources, world, plan.run.batch.micro_sequences)
+    micro = {phase.name: micro_sequences(plan.run, phase) for phase in plan.run.phases}
+    sampler = open_sampler(plan, inputs.sources)
+    return Feed(sampler, inputs.sources, world, micro, plan.run.model.mask_documents)
 
 
-def validation_sets(plan: Plan, inputs: Inputs) -> list[ValidationSet]:
-    """The fixed samples of each validation source."""
+def validation_sets(plan: Plan, inputs: Inputs) -> dict[int, list[ValidationSet]]:
+    """The fixed samples of each validation source, for each sequence length of the run."""
     if plan.run.validation is None:
-        return []
-    seq_len, tokens = plan.run.phases[0].seq_len, plan.run.validation.tokens
-    return [make_validation_set(name, source, seq_len, tokens) for name, source in inputs.validation.items()]
+        return {}
+    tokens, masked = plan.run.validation.tokens, plan.run.model.mask_documents
+    return {
+        seq_len: [
+            make_validation_set(name, source, seq_len, tokens, masked)
+            for name, source in inputs.validation.items()
+        ]
+        for seq_len in sorted({phase.seq_len for phase in plan.run.phases})
+    }
 
 
 def _resolved(plan: Plan) -> dict[str, Any]:

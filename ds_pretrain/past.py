@@ -38,6 +38,10 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
         return not _same_rates(old[section], new[section], step)
     if section == "batch":
         return rest == "rate_rule" or _met_batches(old[section], step) != _met_batches(new[section], step)
+    if section == "chunk_tokens":
+        return any(
+            rest in phase["mixture"] and phase["first_step"] < step for phase in old["phases"].values()
+        )
     if section == "phases":
         name = rest.partition(".")[0]
         phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]

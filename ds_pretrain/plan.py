@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ds_pretrain.chunk_rule import chunk_lengths
 from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
@@ -110,6 +111,15 @@ class Plan:
         return self.schedule.rate(num_updates) * factor
 
     @property
+    def chunk_tokens(self) -> dict[str, int]:
+        """What each source that is read is cut into: declared, or the longest samples that a phase takes."""
+        return chunk_lengths(
+            {phase.name: phase.seq_len for phase in self.run.phases},
+            {phase.name: phase.mixture for phase in self.run.phases},
+            {name: section.chunk_tokens for name, section in self.run.sources.items()},
+        )
+
+    @property
     def last_step(self) -> int:
         return self.timeline.last_step
 
@@ -128,6 +138,7 @@ class Plan:
         identity = {key: fields[key] for key in _IDENTITY}
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = self._batches()  # how a rank takes its share may change
+        identity["chunk_tokens"] = self.chunk_tokens
         identity["phases"] = {phase["name"]: self._phase(phase) for phase in fields["phases"]}
         identity["sources"] = dict(data)
         identity["deepspeed"] = _trajectory_of(self.deepspeed)

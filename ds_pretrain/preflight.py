@@ -10,9 +10,11 @@ from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.config import SourceSection
+from ds_pretrain.curriculum import curriculum_lines, data_problems, model_problems
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.sources import check_source, describe_source
+from ds_pretrain.data.views import view
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
@@ -82,11 +84,12 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
-    problems += _context_problems(plan)
+    problems += model_problems(plan)
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
     for source, seq_len in _read_at(plan, inputs):
         problems += check_source(source, seq_len, vocab_size) if vocab_size else []
+    problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
     problems += directory_problems(plan, inputs.data)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
@@ -170,7 +173,8 @@ def _open_all(
     opened = {}
     for name, section in sections.items():
         try:
-            opened[name] = open_source(section.path)
+            whole = open_source(section.path)
+            opened[name] = view(whole, section.min_document_tokens, section.max_document_tokens)
         except InputError as error:
             problems += (f"{where}.{name}: {problem}" for problem in error.problems)
     return opened
@@ -191,18 +195,6 @@ def _each(inputs: Inputs) -> list[TokenSource]:
 def _vocab_size(plan: Plan) -> int | None:
     size = plan.model.get("vocab_size")
     return size if type(size) is int and size > 0 else None
-
-
-def _context_problems(plan: Plan) -> Iterator[str]:
-    config = plan.model
-    key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
-    limit = config.get(key)
-    for phase in plan.run.phases:
-        if isinstance(limit, int) and phase.seq_len > limit:
-            yield (
-                f"{plan.run_path}: phases.{phase.name}.seq_len = {phase.seq_len:,} is longer than {key} = "
-                f"{limit:,} in {plan.run.model.config}; raise the one or lower the other"
-            )
 
 
 def _mixture_problems(plan: Plan) -> list[str]:
@@ -258,18 +250,9 @@ def _model_line(plan: Plan) -> str:
 
 
 def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
-    phase = plan.run.phases[0]
-    mixture = make_mixture(phase.mixture, key=0)
-    draws = plan.timeline.samples_before(plan.last_step)
-    for name, count in zip(mixture.names, mixture.draws_of_source_before(draws), strict=True):
-        source = inputs.sources[name]
-        samples = source.num_samples(phase.seq_len)
-        yield (
-            f"source     {name}: {source.num_tokens:,} tokens, {source.num_documents:,} documents; "
-            f"{count / draws:.1%} of the draws, {count * phase.seq_len:,} tokens, "
-            f"{count / samples:.2f} epochs"
-        )
-        yield from _eos_lines(name, source)
+    yield from curriculum_lines(plan, inputs.sources)
+    for name in plan.chunk_tokens:
+        yield from _eos_lines(name, inputs.sources[name])
     for name, source in inputs.validation.items():
         yield f"validation {name}: {source.num_tokens:,} tokens"
         yield from _eos_lines(name, source)

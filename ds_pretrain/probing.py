@@ -82,10 +82,11 @@ def _mean_loss(
     streams = capture_streams()
     nll, count = 0.0, 0
     with torch.no_grad():
-        for input_ids, labels in batches:
-            logits = engine.logits(input_ids.to(engine.device))  # [B, T, V]
-            nll += cross_entropy_and_z(logits, labels.to(engine.device), None)[0].item()
-            count += int((labels >= 0).sum())
+        for micro in batches:
+            there = micro.on(engine.device)
+            logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+            nll += cross_entropy_and_z(logits, there.labels, None)[0].item()
+            count += int((micro.labels >= 0).sum())
     restore_streams(streams)
     total = gather_rows(world, [nll, count, checksum]).sum(axis=0)
     return float(total[0] / total[1]), int(total[2])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from ds_pretrain.chunk_rule import changed_chunks
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.past import changed_fields, past_changes
@@ -99,7 +100,14 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             "give it an `out` of its own"
         ]
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
-    return [
+    changes = past_changes(record.identity, json.loads(json.dumps(plan.identity(data))), record.saved_step)
+    chunks = {path: pair for path, pair in changes.items() if path.startswith("chunk_tokens.")}
+    is_of_length = any(path.endswith(".seq_len") for path in changes)  # then that is what has changed
+    old_chunks, new_chunks = (
+        {path.removeprefix("chunk_tokens."): pair[index] for path, pair in chunks.items()} for index in (0, 1)
+    )
+    chunk_problems = [] if is_of_length else changed_chunks(old_chunks, new_chunks)
+    return [f"{plan.run_path}: {problem}" for problem in chunk_problems] + [
         f"{plan.run_path}: `{path}` is {with_unit(path, new)}, but {where} was started with "
         f"{with_unit(path, old)}; "
         + (
@@ -107,10 +115,8 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             if plan.may_change(path)
             else "set it back, or start another run with a new `name` and `out`"
         )
-        for path, (old, new) in past_changes(
-            record.identity, json.loads(json.dumps(plan.identity(data))), record.saved_step
-        ).items()
-        if not plan.accepts(path)
+        for path, (old, new) in changes.items()
+        if path not in chunks and not plan.accepts(path)
     ]
 
 

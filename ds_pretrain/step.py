@@ -49,9 +49,10 @@ def take_step(
     """
     scale = world.size / max(1, batch.num_valid_tokens)
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
-    for place, (input_ids, labels) in enumerate(batch.micro_batches):
-        logits = engine.logits(input_ids.to(engine.device, non_blocking=True))  # [B, T, V]
-        nll, z = cross_entropy_and_z(logits, labels.to(engine.device, non_blocking=True), z_loss)
+    for place, micro in enumerate(batch.micro_batches):
+        there = micro.on(engine.device)
+        logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+        nll, z = cross_entropy_and_z(logits, there.labels, z_loss)
         engine.backward((nll + z) * scale)
         first = nll.detach() if place == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
@@ -86,7 +87,7 @@ def measure(
         loss=float(sums[0] / max(1, sums[2])),
         loss_max_rank=float(rank_losses.max()),
         z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
-        learning_rate=plan.schedule.rate(state.num_updates),
+        learning_rate=plan.rate(state.step, state.num_updates),
         grad_norm=update.grad_norm,
         clip_factor=update.clip_factor,
         update_applied=update.applied,
@@ -109,17 +110,20 @@ def measure(
     )
 
 
-def evaluate(engine: Engine, plan: Plan, sets: Sequence[ValidationSet], world: World) -> dict[str, float]:
+def evaluate(
+    engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World
+) -> dict[str, float]:
     """Mean cross-entropy of each validation source, in nats a token. No random stream moves. Collective."""
     streams = capture_streams()
     losses = {}
     with engine.evaluating():
         for chosen in sets:
             nll, count = 0.0, 0
-            for input_ids, labels in validation_batches(chosen, world, plan.run.batch.micro_sequences):
-                logits = engine.logits(input_ids.to(engine.device))  # [B, T, V]
-                nll += cross_entropy_and_z(logits, labels.to(engine.device), None)[0].item()
-                count += int((labels >= 0).sum())
+            for micro in validation_batches(chosen, world, micro_sequences):
+                there = micro.on(engine.device)
+                logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+                nll += cross_entropy_and_z(logits, there.labels, None)[0].item()
+                count += int((micro.labels >= 0).sum())
             total = gather_rows(world, [nll, count]).sum(axis=0)
             losses[chosen.name] = float(total[0] / total[1])
     restore_streams(streams)

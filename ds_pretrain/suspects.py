@@ -4,7 +4,7 @@ The weights at the spike find everything strange; those gone back to tell a pois
 neighbors. B sequences of a micro-batch · T tokens of each · V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -30,22 +30,30 @@ def offending_steps(onset: int, to_step: int, step: int) -> range:
 
 
 def find_suspects(
-    engine: Engine, feed: Feed, steps: Sequence[int], ledger: SkipLedger, world: World
+    engine: Engine,
+    feed: Feed,
+    enter: Callable[[int], None],
+    steps: Sequence[int],
+    ledger: SkipLedger,
+    world: World,
 ) -> list[dict[str, Any]]:
     """The samples of `steps` (1 for the first) with the highest loss under the engine's weights, that first.
 
-    Empty on all ranks but rank 0. No random stream moves. Collective.
+    `enter` puts the model into the phase of a step. Empty on all ranks but rank 0. No random stream moves.
+    Collective.
     """
     streams = capture_streams()
     mine: list[tuple[float, int, int]] = []  # (loss, step, place in the global batch)
     with engine.evaluating():
         for step in steps:
+            enter(step - 1)
             batch = feed.read(step - 1, ledger)
             place = world.rank * len(batch.checksums)
-            for input_ids, labels in batch.micro_batches:
-                logits = engine.logits(input_ids.to(engine.device))  # [B, T, V]
-                for row in range(len(labels)):
-                    loss = _mean_loss(logits[row], labels[row].to(engine.device))
+            for micro in batch.micro_batches:
+                there = micro.on(engine.device)
+                logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+                for row in range(len(micro.labels)):
+                    loss = _mean_loss(logits[row], there.labels[row])
                     mine.append((loss, step, place))
                     place += 1
     restore_streams(streams)

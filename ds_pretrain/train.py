@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,7 @@ from ds_pretrain.opening import (
     open_monitor,
     open_places,
     open_run_engine,
+    open_stages,
     prepare_inputs,
     require_shared_folder,
     validation_sets,
@@ -57,6 +58,7 @@ from ds_pretrain.run_directory import KnownRun, RunLock, RunRecord, claim
 from ds_pretrain.saving import Saver
 from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
 from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
+from ds_pretrain.stages import Stages
 from ds_pretrain.state import RunState
 from ds_pretrain.step import evaluate, measure, take_step
 from ds_pretrain.stop import StopSignal
@@ -107,18 +109,29 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         return
     found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     engine = open_run_engine(plan, world)
+    stages = open_stages(plan, engine, world)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
         feed = stack.enter_context(open_feed(plan, inputs, world))
         _tell_changes(record, monitor, tell)
-        state = cure.applied(_resume(found, engine, feed, plan, monitor, began, world))
+        state = cure.applied(_resume(found, engine, stages, feed, plan, monitor, began, world))
         restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world, tell)
-        watchdog = Watchdog(plan, monitor, places, record.attempt, world, tell)
+        watchdog = Watchdog(plan, monitor, places, record.attempt, stages.enter, world, tell)
         watchdog.take_up(state, engine, feed)
         parts = _Parts(
-            plan, engine, feed, monitor, saver, watchdog, validation_sets(plan, inputs), stop, wish, world
+            plan,
+            engine,
+            stages,
+            feed,
+            monitor,
+            saver,
+            watchdog,
+            validation_sets(plan, inputs),
+            stop,
+            wish,
+            world,
         )
         _train_from(state, parts)
 
@@ -129,11 +142,12 @@ class _Parts:
 
     plan: Plan
     engine: Engine
+    stages: Stages
     feed: Feed
     monitor: Monitor
     saver: Saver
     watchdog: Watchdog
-    validation: Sequence[ValidationSet]
+    validation: Mapping[int, Sequence[ValidationSet]]  # by sequence length
     stop: StopSignal
     wish: Wish
     world: World
@@ -145,8 +159,9 @@ def _train_from(state: RunState, parts: _Parts) -> None:
     num_attempted = num_applied = 0
     while state.step < plan.last_step:
         started = perf_counter()
+        parts.stages.enter(state.step)
         batch = parts.feed.at(state)
-        rate = plan.schedule.rate(state.num_updates)
+        rate = plan.rate(state.step, state.num_updates)
         limit = parts.watchdog.norm_limit(state)
         losses, update = take_step(engine, batch, rate, plan.run.model.z_loss, world, limit)
         step, shared = measure(plan, state, batch, losses, update, started, saver, parts.stop, world)
@@ -172,7 +187,8 @@ def _train_from(state: RunState, parts: _Parts) -> None:
                 "lower schedule.peak, or check the data"
             )
         if parts.validation and validation_due(plan, state):
-            parts.monitor.validation(state.step, evaluate(engine, plan, parts.validation, world))
+            sets, micro = parts.validation[batch.ids.seq_len], plan.micro_sequences(step.step - 1)
+            parts.monitor.validation(state.step, evaluate(engine, sets, micro, world))
         stops = shared.stop or state.step == parts.wish.stop_after
         if stops or state.step == plan.last_step:
             saver.save_surely(state, probe)
@@ -265,6 +281,7 @@ def _origin(plan: Plan, wish: Wish, world: World, tell: Callable[[str], None]) -
 def _resume(
     found: Found | None,
     engine: Engine,
+    stages: Stages,
     feed: Feed,
     plan: Plan,
     monitor: Monitor,
@@ -275,6 +292,8 @@ def _resume(
         monitor.event("start", step=0, world_size=world.size)
         return RunState()
     state = store.restore(found, engine, plan.run.seed, world, _tell(world))
+    if found.manifest.probe is not None:
+        stages.enter(found.manifest.probe.step)
     probed = check_probe(found.manifest, state, engine, feed, plan, world)
     if world.is_main:
         say(

@@ -25,12 +25,12 @@ LAYERS: dict[str, int] = {
     for layer, names in enumerate(
         [
             "errors files reading world rank_files credentials",
-            "attribution config complaints paths timeline schedules state record plan rate_plot "
-            "run_problems past interval shares response watchdog watchdog_memory watchdog_plot robust "
-            "deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
+            "attribution chunk_rule config complaints paths timeline schedules state record plan "
+            "rate_plot run_problems past interval shares response watchdog watchdog_memory watchdog_plot "
+            "robust deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "preflight opening probing incidents suspects healing saving shipping step train sample "
-            "launch watchdog_replay audit",
+            "curriculum stages preflight opening probing incidents suspects healing saving shipping step "
+            "train sample launch watchdog_replay audit",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -38,6 +38,10 @@ LAYERS: dict[str, int] = {
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("opening", "curriculum"),
+    ("opening", "stages"),
+    ("preflight", "curriculum"),
+    ("audit", "curriculum"),
     ("healing", "incidents"),
     ("healing", "suspects"),
     ("engine", "engine_load"),
@@ -46,7 +50,7 @@ SEES_SIBLING = {
     ("train", "preflight"),
     ("step", "saving"),
     ("saving", "shipping"),
-    *(("train", part) for part in ("opening", "probing", "saving", "healing", "shipping", "step")),
+    *(("train", part) for part in ("stages", "opening", "probing", "saving", "healing", "shipping", "step")),
     ("audit", "preflight"),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
@@ -67,7 +71,7 @@ WALLS: dict[str, tuple[str, ...]] = {
 # What must be importable on a machine without torch, through all that is imported with it.
 TORCH_FREE = (
     *(name for name, layer in LAYERS.items() if layer < 2),
-    *("run_directory", "stop", "preflight", "launch", "cli", "__main__", "monitor"),
+    *("run_directory", "stop", "preflight", "curriculum", "launch", "cli", "__main__", "monitor"),
     *("checkpoint.remote", "checkpoint.ship"),
     *("models.rope_settings", "models.rope_change", "models.rope_reference"),
     *("models.check", "models.flops", "data.indexed", "data.mixture", "data.sampler", "data.sources"),

@@ -274,7 +274,7 @@ def identity_changes(folder: Path, *overrides: str) -> set[str]:
         ("schedule.peak=0.5", {"schedule.peak"}),
         ("seed=8", {"seed"}),
         ("batch.tokens=256", {"batch.tokens"}),
-        ("phases.0.seq_len=8", {"phases.main.seq_len"}),
+        ("phases.0.seq_len=8", {"phases.main.seq_len", "chunk_tokens.text", "chunk_tokens.code"}),
         ("model.z_loss=off", {"model.z_loss"}),
         ("sources.code=elsewhere", set()),
     ],

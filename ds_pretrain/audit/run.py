@@ -8,8 +8,10 @@ from pathlib import Path
 from ds_pretrain.checkpoint.layout import RUN_STATE, published
 from ds_pretrain.config import parse_run
 from ds_pretrain.cure import read_cure
+from ds_pretrain.curriculum import open_sampler
 from ds_pretrain.data.indexed import TokenSource, open_source
-from ds_pretrain.data.sampler import Sampler, make_sampler
+from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.data.views import view
 from ds_pretrain.errors import InputError
 from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.plan import Plan, load_plan
@@ -79,7 +81,6 @@ def _standing(out: Path, said: Path) -> Path:
 
 def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     sources = _open_sources(plan)
-    weights = {phase.name: phase.mixture for phase in plan.run.phases}
     cure = read_cure(out)
     rollbacks, ledger, problems = cure.rollbacks, cure.ledger, list(_data_problems(record, sources))
     root = out / "checkpoints" if plan.run.checkpoint.local is None else plan.checkpoints
@@ -102,7 +103,7 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         plan=plan,
         record=record,
         sources=sources,
-        sampler=make_sampler(plan.run.seed, plan.timeline, weights, sources),
+        sampler=open_sampler(plan, sources),
         rollbacks=rollbacks,
         ledger=ledger,
         num_inherited=0 if record.origin is None else _num_rollbacks(Path(record.origin)),
@@ -115,7 +116,8 @@ def _open_sources(plan: Plan) -> dict[str, TokenSource]:
     sources, problems = {}, []
     for name, section in plan.run.sources.items():
         try:
-            sources[name] = open_source(section.path)
+            whole = open_source(section.path)
+            sources[name] = view(whole, section.min_document_tokens, section.max_document_tokens)
         except InputError as error:
             problems += [f"sources.{name}: {problem}" for problem in error.problems]
     if problems:

@@ -6,7 +6,7 @@ another step or another skip ledger is thrown away. So there is no iterator to r
 Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a sequence.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil
@@ -30,16 +30,11 @@ _READ_AHEAD_STEPS = 2
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs and the tokens that follow them; unpacks into these two where there is nothing else to know."""
+    """Inputs, the tokens that follow them, and which documents they lie in."""
 
     input_ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64, already shifted: labels[b, t] follows input_ids[b, t]
     documents: Tensor | None = None  # [B, T] int32: 0, 1, 2, ... from the left; None: they are not told apart
-
-    def __iter__(self) -> Iterator[Tensor]:
-        if self.documents is not None:  # whoever loses them trains on what the run file forbids
-            raise ValueError("a micro-batch with documents cannot be unpacked: pass `documents` on")
-        return iter((self.input_ids, self.labels))
 
     def on(self, device: torch.device) -> "MicroBatch":
         """Inputs and labels on a device. Documents stay: what a kernel needs of them is worked out here."""
@@ -72,9 +67,10 @@ class Feed:
         sampler: Sampler,
         sources: Mapping[str, TokenSource],
         world: World,
-        micro_sequences: int,
+        micro_sequences: Mapping[str, int],
         mask_documents: bool = False,
     ) -> None:
+        """`micro_sequences` says for each phase how many sequences a micro-batch has."""
         self.sampler = sampler
         self.sources = sources
         self._world = world
@@ -129,18 +125,23 @@ class Feed:
             else None
         )
         checksum = sum(crc32(row.tobytes()) for row in rows)
-        per_rank = ceil(len(rows) / self._world.size / self._micro_sequences) * self._micro_sequences
+        micro = self._micro_at(state.step)
+        per_rank = ceil(len(rows) / self._world.size / micro) * micro
         mine = np.arange(self._world.rank * per_rank, min((self._world.rank + 1) * per_rank, len(rows)))
         filled = np.concatenate([mine, np.zeros(per_rank - len(mine), np.int64)])  # row 0 where there is none
         batches = []
-        for first in range(0, per_rank, self._micro_sequences):
-            chosen = filled[first : first + self._micro_sequences]
+        for first in range(0, per_rank, micro):
+            chosen = filled[first : first + micro]
             batch = to_micro_batch(rows[chosen], None if starts is None else starts[chosen])
             batch.labels[max(0, len(mine) - first) :] = IGNORED
             batches.append(batch)
         return batches, checksum
 
+    def _micro_at(self, step: int) -> int:
+        return self._micro_sequences[self.sampler.timeline.at(step).phase]
+
     def _read(self, step: int, ledger: SkipLedger) -> Batch:
+        micro = self._micro_at(step)
         ids = self.sampler.ids(step, ledger)
         share = len(ids.sample) // self._world.size
         first = self._world.rank * share
@@ -154,8 +155,8 @@ class Feed:
             ids=ids,
             micro_batches=tuple(
                 to_micro_batch(rows[at], None if starts is None else starts[at])
-                for i in range(0, share, self._micro_sequences)
-                for at in [slice(i, i + self._micro_sequences)]
+                for i in range(0, share, micro)
+                for at in [slice(i, i + micro)]
             ),
             num_valid_tokens=num_valid,
             checksums=tuple(crc32(row.tobytes()) for row in rows),

@@ -14,7 +14,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.chunks import Chunks, Position, chunk_lengths, chunk_problems
+from ds_pretrain.chunk_rule import chunk_lengths, chunk_problems
+from ds_pretrain.data.chunks import Chunks, Position
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import Mixture, make_mixture
 from ds_pretrain.data.permute import make_key

@@ -78,7 +78,7 @@ def build_model(
         model, seed=seed, std=std, num_layers=config.num_hidden_layers, world=world, gather=gather
     )
     if recompute:
-        _recompute(model, config_json["model_type"])
+        set_recompute(model, True)
     num_parameters = sum(prod(whole_shape(parameter)) for _, _, parameter in owned_parameters(model))
     return BuiltModel(model.train(), config, num_parameters, weights, variant)
 
@@ -165,8 +165,19 @@ def _train_every_embedding(model: nn.Module) -> None:
             module.padding_idx = None
 
 
-def _recompute(model: Any, family: str) -> None:
+def set_recompute(model: Any, on: bool) -> None:
+    """Keep only layer inputs for the backward pass, or everything. Also of a model that is training.
+
+    Raises:
+        InputError: the family cannot.
+    """
+    if on == model.is_activation_checkpointing:
+        return
+    if not on:
+        model.activation_checkpointing_disable()
+        return
     if not model.supports_gradient_checkpointing:
+        family = model.config.model_type
         raise InputError(f'model.recompute = true: "{family}" does not support it; set recompute = false')
     model.activation_checkpointing_enable({"use_reentrant": False})
 

@@ -41,7 +41,7 @@ class Monitor:
         attempt: int,
         last_step: int,
         tokens_per_step: int,
-        flops_per_token: float | None,
+        flops_per_token: Mapping[str, float | None],
         peak_flops_per_rank: float | None,
         world: World,
         clock: Callable[[], float] = time.monotonic,
@@ -135,8 +135,9 @@ class Monitor:
         rate = sum(t for t, _ in self._recent) / seconds if seconds > 0 else None
         elapsed = self._clock() - self._started
         mfu = None
-        if rate is not None and self._flops_per_token is not None and self._peak_flops is not None:
-            mfu = rate * self._flops_per_token / self._peak_flops
+        flops = self._flops_per_token.get(record.phase)
+        if rate is not None and flops is not None and self._peak_flops is not None:
+            mfu = rate * flops / self._peak_flops
         return {
             "tokens_per_second": rate,
             "mfu": mfu,

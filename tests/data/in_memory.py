@@ -42,4 +42,5 @@ def feed_of(
     micro_sequences: int = 1,
 ) -> Feed:
     """The feed of one rank; no process is needed."""
-    return Feed(sampler, sources, World(rank, size, rank), micro_sequences)
+    micro = dict.fromkeys(sampler.mixtures, micro_sequences)
+    return Feed(sampler, sources, World(rank, size, rank), micro)

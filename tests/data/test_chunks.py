@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from ds_pretrain.chunk_rule import changed_chunks, chunk_lengths, chunk_problems
 from ds_pretrain.data import chunks as module
-from ds_pretrain.data.chunks import Chunks, Position, changed_chunks, chunk_lengths, chunk_problems
+from ds_pretrain.data.chunks import Chunks, Position
 from ds_pretrain.data.mixture import locate_samples
 from ds_pretrain.data.permute import permute
 from ds_pretrain.data.sampler import make_sampler

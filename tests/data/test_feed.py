@@ -221,7 +221,7 @@ def _document_of_each_token(source: TokenSource) -> NDArray[np.int64]:
 
 
 def _feed_masked(sources: dict[str, TokenSource], rank: int = 0, size: int = 1, micro: int = 1) -> Feed:
-    return Feed(sampler_of(sources), sources, World(rank, size, rank), micro, mask_documents=True)
+    return Feed(sampler_of(sources), sources, World(rank, size, rank), {"main": micro}, mask_documents=True)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -357,14 +357,6 @@ def test_a_micro_batch_moves_its_tokens_and_keeps_its_documents() -> None:
     there = micro.on(torch.device("meta"))
     assert there.input_ids.device.type == there.labels.device.type == "meta"
     assert there.documents is micro.documents
-
-
-def test_p38_a_micro_batch_with_documents_cannot_be_unpacked_without_them() -> None:
-    rows = np.array([[1, 2, 3]])
-    input_ids, labels = to_micro_batch(rows)
-    assert (input_ids.tolist(), labels.tolist()) == ([[1, 2]], [[2, 3]])
-    with pytest.raises(ValueError, match="cannot be unpacked: pass `documents` on"):
-        _ = tuple(to_micro_batch(rows, np.array([[True, True, False]])))
 
 
 def test_the_boundaries_of_a_view_are_those_of_its_own_documents() -> None:

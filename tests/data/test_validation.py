@@ -41,7 +41,7 @@ def test_p43_ranks_have_as_many_batches_when_nothing_divides_the_samples(
     valid = [
         torch.cat([ids[:1], labels]).tolist()
         for micro in everything
-        for ids, labels in zip(*micro, strict=True)
+        for ids, labels in zip(micro.input_ids, micro.labels, strict=True)
         if (labels != IGNORED).all()
     ]
     assert sorted(valid) == sorted(source.samples(np.arange(7), SEQ_LEN).tolist())

@@ -347,7 +347,7 @@ def open_monitor(out: Path, rank: int = 0) -> Monitor:
         attempt=1,
         last_step=10,
         tokens_per_step=1,
-        flops_per_token=None,
+        flops_per_token={},
         peak_flops_per_rank=None,
         world=World(rank=rank, size=2),
     )

@@ -55,7 +55,7 @@ def open_monitor(out: Path, **changed: Any) -> Monitor:
         "attempt": 1,
         "last_step": 25,
         "tokens_per_step": 1000,
-        "flops_per_token": None,
+        "flops_per_token": {},
         "peak_flops_per_rank": None,
         "world": World(),
     }
@@ -96,7 +96,7 @@ def test_a_step_line_holds_the_whole_record_and_its_attempt(tmp_path: Path) -> N
 
 def test_throughput_mfu_and_eta_follow_from_the_recent_steps(tmp_path: Path) -> None:
     with open_monitor(
-        tmp_path, flops_per_token=6e9, peak_flops_per_rank=1e12, world=World(size=4), last_step=1000
+        tmp_path, flops_per_token={"main": 6e9}, peak_flops_per_rank=1e12, world=World(size=4), last_step=1000
     ) as monitor:
         monitor.step(at(1))
         monitor.step(at(2, step_seconds=2.0))

@@ -225,7 +225,7 @@ def _train_three_times(world: World, out: str) -> int:
             attempt=attempt,
             last_step=100,
             tokens_per_step=10,
-            flops_per_token=None,
+            flops_per_token={},
             peak_flops_per_rank=None,
             world=world,
         )

@@ -1,0 +1,88 @@
+"""What changes from phase to phase: the order of the data, the positions of the model. No torch."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ds_pretrain.chunk_rule import chunk_problems
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.sampler import Sampler, make_sampler
+from ds_pretrain.data.usage import usage_lines, usage_problems
+from ds_pretrain.errors import InputError
+from ds_pretrain.models.masking_check import masking_problems
+from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
+from ds_pretrain.models.rope_settings import describe_rope, with_rope
+from ds_pretrain.plan import Plan
+
+
+def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The model config of each phase: that of the phase before, with its own rotary positions and length."""
+    models, model = {}, dict(plan.model)
+    for phase in plan.run.phases:
+        model = with_rope(model, phase.rope, phase.seq_len)
+        models[phase.name] = model
+    return models
+
+
+def open_sampler(plan: Plan, sources: Mapping[str, TokenSource]) -> Sampler:
+    """The order of a run's data."""
+    return make_sampler(plan.run.seed, plan.timeline, mixtures(plan), sources, plan.chunk_tokens)
+
+
+def mixtures(plan: Plan) -> dict[str, dict[str, float]]:
+    """The weights of each phase."""
+    return {phase.name: dict(phase.mixture) for phase in plan.run.phases}
+
+
+def model_problems(plan: Plan) -> Iterator[str]:
+    """Phases that the model cannot have: lengths, rotary positions, documents kept apart."""
+    model: dict[str, Any] = dict(plan.model)
+    for index, phase in enumerate(plan.run.phases):
+        where = f"{plan.run_path}: phases.{phase.name}"
+        if index == 0 and phase.rope is None:
+            yield from _length_problems(plan, where)
+        elif problems := rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope"):
+            yield from problems
+            return
+        model = with_rope(model, phase.rope, phase.seq_len)
+    if plan.run.model.mask_documents:
+        name = plan.run.model.config
+        yield from (
+            f"{plan.run_path}: {p}" for p in masking_problems(plan.model_text, plan.run.model.attention, name)
+        )
+
+
+def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
+    """Phases that the sources cannot feed: lengths that do not divide, or too many epochs."""
+    lengths = {phase.name: phase.seq_len for phase in plan.run.phases}
+    problems = chunk_problems(lengths, mixtures(plan), plan.chunk_tokens)
+    if not problems and all(
+        sources[name].num_samples(tokens) for name, tokens in plan.chunk_tokens.items() if name in sources
+    ):
+        most = {name: section.max_epochs for name, section in plan.run.sources.items()}
+        with suppress(InputError):  # of a mixture, which is told by itself
+            problems = usage_problems(open_sampler(plan, sources), most)
+    return [f"{plan.run_path}: {problem}" for problem in problems]
+
+
+def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
+    """What a person is told of it."""
+    model: dict[str, Any] = dict(plan.model)
+    for phase in plan.run.phases:
+        warnings = rope_change_warnings(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
+        model = with_rope(model, phase.rope, phase.seq_len)
+        if len(plan.run.phases) > 1 or phase.rope is not None:
+            yield f"positions  {phase.name}: {describe_rope(model)}"
+        yield from (f"warning    {warning}" for warning in warnings)
+    yield from usage_lines(open_sampler(plan, sources), sources)
+
+
+def _length_problems(plan: Plan, where: str) -> Iterator[str]:
+    """The first phase has to fit into the model as its config has it."""
+    key = "max_position_embeddings" if "max_position_embeddings" in plan.model else "n_positions"
+    limit, seq_len = plan.model.get(key), plan.run.phases[0].seq_len
+    if isinstance(limit, int) and seq_len > limit:
+        yield (
+            f"{where}.seq_len = {seq_len:,} is longer than {key} = {limit:,} in {plan.run.model.config}; "
+            "raise the one or lower the other"
+        )
