@@ -17,7 +17,7 @@ from ds_pretrain.files import write_atomic, write_point
 from ds_pretrain.response import is_abandoned
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 
-_FILE = "cure.json"
+CURE = "cure.json"
 Made = TypeVar("Made", Rollback, Skip)
 
 
@@ -46,7 +46,7 @@ def read_cure(out: Path) -> Cure:
     Raises:
         InputError: the file is there and cannot be read.
     """
-    path = out / _FILE
+    path = out / CURE
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         skips = tuple(_made(Skip, one) for one in data["skips"])
@@ -81,7 +81,7 @@ def write_cure(out: Path, state: RunState, untold: str | None = None) -> None:
     if untold is not None:
         cure["untold"] = untold
     write_point("cure")
-    write_atomic(out / _FILE, json.dumps(cure, indent=1) + "\n")
+    write_atomic(out / CURE, json.dumps(cure, indent=1) + "\n")
     write_point("cured")
 
 

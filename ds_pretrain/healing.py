@@ -10,11 +10,11 @@ from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM, is_left
 from ds_pretrain.checkpoint.verdict import Found, found_at_step
-from ds_pretrain.cure import write_cure
+from ds_pretrain.cure import CURE, write_cure
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.engine import Engine
-from ds_pretrain.errors import NeedsPerson, RunError, agreed
+from ds_pretrain.errors import CannotSave, NeedsPerson, agreed
 from ds_pretrain.incidents import Incidents, RankLosses
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
@@ -139,6 +139,21 @@ class Watchdog:
         found = find_suspects(engine, feed, self._enter, steps, ledger, self._world)
         self._incidents.suspects(len(after.rollbacks), rollback, found)
 
+    def finish(self, state: RunState) -> None:
+        """Say it loudly if the last steps of the run were not healthy: too late for a verdict."""
+        patience = self._plan.run.watchdog.patience
+        if state.watchdog.spike is None or self._plan.run.watchdog.mode == "off":
+            return
+        if self._world.is_main:
+            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            newest = f"step {max(calm):,}" if calm else "none"
+            onset = state.watchdog.spike.onset
+            self._incidents.warn(
+                state.step,
+                f"the run ends in a spike that began at step {onset:,}, less than {patience} steps before "
+                f"the end, so that nothing was done about it; the newest calm checkpoint: {newest}",
+            )
+
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
         """The checkpoint to go back to, verified and ready to load. Collective."""
         calm = self._saved_steps(state, calm=True)
@@ -175,8 +190,15 @@ class Watchdog:
             except OSError as error:
                 problem = str(error)
         problem = from_main(self._world, problem)
-        if problem is not None:
-            raise agreed(RunError(f"the rollback cannot be written down, so it is not made: {problem}"))
+        if problem is not None and untold is not None:
+            self._tell(f"that the run needs a person cannot be written down: {problem}")
+        elif problem is not None:
+            path = self._plan.out / CURE
+            raise agreed(
+                CannotSave(
+                    f"the rollback cannot be written to {path}, so it is not made: {problem}; make room"
+                )
+            )
 
     def _needs_person(self, state: RunState, verdict: Verdict, response: Response, step: int) -> NeedsPerson:
         """Write down where the next start goes on, and say all that is known. Collective."""
@@ -240,8 +262,10 @@ def shipped_steps(places: Places, calm: bool, tell: Callable[[str], None]) -> li
 def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:
     """The newest entry of the ledger, with its samples."""
     skip = state.ledger.skips[-1]
-    samples: dict[str, dict[str, list[int]]] = {}
-    for source, epoch, sample in feed.sampler.skipped(skip, state.ledger).listed():
-        samples.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
-    size = {"num_samples": skip.stop - skip.start}
-    return {"phase": skip.phase, "start": skip.start, "stop": skip.stop, **size, "samples": samples}
+    return {
+        "phase": skip.phase,
+        "start": skip.start,
+        "stop": skip.stop,
+        "num_samples": skip.stop - skip.start,
+        "samples": feed.sampler.skipped(skip, state.ledger).grouped(),
+    }

@@ -131,8 +131,12 @@ class Incidents:
         self._has_advised = True
         plan = self._plan
         advice = non_finite_advice(plan.deepspeed, installed_versions(), plan.run.deepspeed)
-        self._tell(f"step {step:,}: {advice}")
-        self._monitor.event("warning", step=step, message=advice)
+        self.warn(step, advice)
+
+    def warn(self, step: int, message: str) -> None:
+        """Something that a person should look at. On rank 0."""
+        self._tell(f"step {step:,}: {message}")
+        self._monitor.event("warning", step=step, message=message)
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""

@@ -59,8 +59,9 @@ def respond(
         )
     here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
     if len(here) >= len(ladder.respond):
-        tried = ", then ".join(rollback.response for rollback in here) or "nothing"
-        return Response("stop", newest, f"it came back at the same place after {tried}")
+        tried = ", then ".join(rollback.response for rollback in here)
+        reason = f"it came back at the same place after {tried}" if here else "watchdog.respond is empty"
+        return Response("stop", newest, reason)
     before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
     if not older:
         return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")

@@ -44,6 +44,7 @@ class RunRecord:
     wandb_id: str
     saved_step: int | None  # of the newest checkpoint ever published
     origin: str | None = None  # the checkpoint that it began from, if it began from another run's
+    num_inherited: int = 0  # rollbacks of that run, which are not this one's
     changes: tuple[Mapping[str, Any], ...] = ()  # what `accept_changes` let through, and at which attempt
     overrides: tuple[str, ...] = ()  # of the command line, at the last start
 
@@ -173,6 +174,7 @@ class KnownRun:
     attempt: int
     wandb_id: str | None
     identity: Mapping[str, Any]
+    num_rollbacks: int = 0
 
 
 def claim(
@@ -216,6 +218,7 @@ def claim(
         if origin.identity and (problems := _differences(plan, began, data)):
             raise InputError(problems)
         record = began if origin.identity else replace(record, origin=origin.folder)
+        record = replace(record, num_inherited=origin.num_rollbacks)
     attempt = record.attempt + 1
     changes = [
         {"attempt": attempt, "field": path, "old": old, "new": new}

@@ -98,6 +98,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     origin = None if own is not None else _known(found)
     record = _shared(world, lambda: claim(plan, inputs.data, _known(own), origin))
     _shared(world, lambda: label_place(places, record))
+    if own is not None and cure.rollbacks:
+        store.leave(places, own.state.step, world, tell)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     shipping = Shipping(plan, places, world, tell)
@@ -195,6 +197,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         elif shared.save or saver.is_due(state):
             saver.save(state, probe)
         if state.step == plan.last_step:
+            parts.watchdog.finish(state)
             parts.monitor.event("finish", step=state.step)
             saver.ship_rest(SHIP_PATIENCE_SECONDS)
         elif stops:
@@ -266,7 +269,12 @@ def _known(found: Found | None) -> KnownRun | None:
         return None
     manifest = found.manifest
     return KnownRun(
-        str(found.folder.absolute()), manifest.step, manifest.attempt, manifest.wandb_id, manifest.identity
+        str(found.folder.absolute()),
+        manifest.step,
+        manifest.attempt,
+        manifest.wandb_id,
+        manifest.identity,
+        len(found.state.rollbacks),
     )
 
 

@@ -14,7 +14,7 @@ from ds_pretrain.config import WatchdogSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.watchdog import OK, Verdict
 from ds_pretrain.watchdog_plot import terminal_plot, text_plot
-from ds_pretrain.watchdog_replay import Point, incidents, read_csv, read_recording, replay, report
+from ds_pretrain.watchdog_replay import Point, incidents, read_csv, read_run, read_settings, replay, report
 from tests.scenario import make_run
 from tests.test_watchdog import BEFORE, NEXT, after, broken, raised
 
@@ -86,18 +86,21 @@ def test_a_run_directory_is_judged_by_its_own_settings_and_latest_attempt(tmp_pa
     write_metrics(out, after(BEFORE, 40), attempt=2)  # taken again, and calm
     (out / "run.toml").write_text(run_file.read_text() + "\n[watchdog]\nwindow = 100\n")
     (out / "run.json").write_text(json.dumps({"overrides": ["watchdog.patience=7"]}))
-    points, settings = read_recording(out, ["watchdog.loss_sigmas=9.0"])
-    assert settings == WatchdogSection(window=100, patience=7, loss_sigmas=9.0)
-    assert [p.step for p in points] == list(range(1, NEXT + 40))
-    assert set(replay(points, WatchdogSection())) == {OK}
+    run, settings = read_settings(out, ["watchdog.loss_sigmas=9.0"])
+    assert (run, settings) == (out, WatchdogSection(window=100, patience=7, loss_sigmas=9.0))
+    history = read_run(out, WatchdogSection())
+    assert [p.step for p in history.points] == list(range(1, NEXT + 40))
+    assert history.verdicts == replay(history.points, WatchdogSection())
+    assert set(history.verdicts) == {OK}
 
 
 def test_a_run_file_names_its_run(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     write_metrics(tmp_path / "out", broken(BEFORE[:40]))
-    points, settings = read_recording(run_file, ["watchdog.patience=8"])
+    run, settings = read_settings(run_file, ["watchdog.patience=8"])
+    assert run == tmp_path / "out"
     assert settings.patience == 8
-    assert replay(points, settings)[19].kind == "non_finite"
+    assert read_run(run, settings).verdicts[19].kind == "non_finite"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +132,12 @@ def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
 
 def test_a_place_without_a_recording_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no CSV file, no run file, and no run directory"):
-        read_recording(tmp_path, [])
+        read_settings(tmp_path, [])
+    with pytest.raises(InputError, match=r"has no metrics.jsonl that can be read"):
+        read_run(tmp_path, WatchdogSection())
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(InputError, match="holds no step; expected a run that has trained"):
-        read_recording(tmp_path, [])
-    with pytest.raises(InputError, match=r"has no metrics.jsonl that can be read"):
-        read_recording(make_run(tmp_path), [])
+        read_run(tmp_path, WatchdogSection())
 
 
 def test_blank_is_not_recorded_and_nan_is_not_finite(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         sampler=open_sampler(plan, sources),
         rollbacks=rollbacks,
         ledger=ledger,
-        num_inherited=0 if record.origin is None else _num_rollbacks(Path(record.origin)),
+        num_inherited=record.num_inherited,
         saved_step=0 if newest is None else newest.step,
         problems=tuple(problems),
     )
@@ -150,11 +150,6 @@ def _state_of(folder: Path) -> RunState | None:
         return RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _num_rollbacks(origin: Path) -> int:
-    state = _state_of(origin)
-    return 0 if state is None else len(state.rollbacks)
 
 
 def _skips(ledger: SkipLedger) -> str:

@@ -19,6 +19,7 @@ DEEPSPEED = "deepspeed.json"
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"  # a checkpoint whose step was saved again
 DOOMED = f".doomed{PARTIAL}"  # a checkpoint that is being deleted
+LEFT = ".left_"  # and a number: pinned, and of a branch that a rollback has given up
 BROKEN = ".broken"
 _STEP = re.compile(r"step_(\d{9,})")
 _RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")

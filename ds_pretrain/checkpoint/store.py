@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from ds_pretrain.checkpoint.foreign import opened
 from ds_pretrain.checkpoint.layout import (
     BROKEN,
     DOOMED,
+    LEFT,
     MANIFEST,
     Manifest,
     parse_manifest,
@@ -54,7 +56,7 @@ def find(
 
     What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
     named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has
-    given up, is passed over.
+    given up, is passed over; `leave` gives it up.
 
     Raises:
         InputError: there are checkpoints, and none verifies.
@@ -67,8 +69,6 @@ def find(
         outcome = found_at_step(places, step, world, tell)
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
-                if passed_over:
-                    leave(places, step, world, tell)
                 return outcome
             if world.is_main:
                 tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
@@ -98,15 +98,15 @@ def _but(passed_over: Sequence[int]) -> str:
 
 
 def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
-    """Give up the checkpoints after `to_step`, here and at the place, but for pinned ones: the run went back.
+    """Give up the checkpoints after `to_step`, here and at the place: the run went back.
 
-    They lose what makes them checkpoints; the next pruning deletes them.
+    They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
     """
     if places.leads(world):
         for folder in published(places.root):
-            if (step_of(folder.name) or 0) > to_step and not (folder / PINNED).exists():
+            if (step_of(folder.name) or 0) > to_step:
                 with contextlib.suppress(OSError):
-                    folder.rename(folder.with_name(f"{folder.name}{DOOMED}"))
+                    folder.rename(_name_of_left(folder, tell))
     if places.remote is not None and world.is_main:
         try:
             for step in places.remote.steps():
@@ -114,6 +114,15 @@ def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
                     places.remote.remove(step, MANIFEST)
         except OSError as error:
             tell(f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on")
+
+
+def _name_of_left(folder: Path, tell: Tell) -> Path:
+    if not (folder / PINNED).exists():
+        return folder.with_name(f"{folder.name}{DOOMED}")
+    names = (folder.with_name(f"{folder.name}{LEFT}{number}") for number in itertools.count(1))
+    free = next(name for name in names if not name.exists())
+    tell(f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}")
+    return free
 
 
 def newest_intact(root: Path, step: int | None = None) -> Path:

@@ -484,18 +484,29 @@ def test_sizes_alone_let_a_changed_byte_through_and_that_is_what_was_asked_for(t
     assert found.manifest.step == 3
 
 
-def test_what_was_saved_after_the_step_gone_back_to_is_given_up_but_for_what_is_pinned(
+def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinned_is_kept_aside(
     tmp_path: Path,
 ) -> None:
     world = World()
     for step in (2, 4, 6, 8):
         _save(tmp_path, step, world)
     pin(tmp_path / step_name(6), True)
-    store.leave(Places(tmp_path, tmp_path), 2, world, print)
+    told: list[str] = []
+    store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
     assert _names(tmp_path) == [
-        *("latest", step_name(2), f"{step_name(4)}.doomed.partial", step_name(6)),
+        *("latest", step_name(2), f"{step_name(4)}.doomed.partial", f"{step_name(6)}.left_1"),
         f"{step_name(8)}.doomed.partial",
     ]
+    assert told == [
+        f"{step_name(6)} is pinned, and of a branch that the run has left: "
+        f"it is kept as {step_name(6)}.left_1"
+    ]
+    _save(tmp_path, 6, world)  # the run comes by again
+    pin(tmp_path / step_name(6), True)
+    store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
+    prune(tmp_path, keep=1, keep_every_steps=None, tell=print)
+    assert {f"{step_name(6)}.left_1", f"{step_name(6)}.left_2"} <= set(_names(tmp_path))
+    assert published(tmp_path) == [tmp_path / step_name(2)]
 
 
 def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -> None:
@@ -509,7 +520,7 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
         f"the checkpoint of step {step} is passed over: the watchdog has gone back behind it"
         for step in (6, 4)
     ]
-    assert not (tmp_path / step_name(6)).exists()
+    assert (tmp_path / step_name(6)).exists()  # a start that is refused now has changed nothing
 
 
 def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole(tmp_path: Path) -> None:

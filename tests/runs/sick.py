@@ -74,7 +74,8 @@ def run_sick(
     """Train; the exit code, what was said, and what `run_rank` returns. What passes, once `met`, is over.
 
     With `kill_at`, this process is SIGKILLed at that write point of a rollback, when it has given up one
-    checkpoint of those it leaves, as it begins to load, or when it saves for a person.
+    checkpoint of those it leaves, as it begins to load, or when it saves for a person. "unwritable" kills
+    nothing: the disk is full when a rollback is to be written down.
     """
     patch = pytest.MonkeyPatch()
     take_step, read, over = train_module.take_step, Feed._read, [met]
@@ -127,6 +128,8 @@ def run_sick(
         patch.setattr(
             train_module.Saver, "save_for_person", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         )
+    if kill_at == "unwritable":
+        patch.setattr(healing, "write_cure", _full)
     if kill_at == "leave":
         patch.setattr(healing.store, "leave", _leave_one)
     if kill_at == "load":
@@ -144,6 +147,10 @@ def run_sick(
                 train_module._record_exit(load_plan(run_file, overrides), code)
     patch.undo()
     return code, said.getvalue(), ended
+
+
+def _full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def _leave_one(places: Places, to_step: int, world: World, tell: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ds_pretrain.cure import read_cure
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.errors import EXIT_NEEDS_PERSON
+from ds_pretrain.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_PERSON
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.state import RunState, Skip
@@ -149,6 +149,26 @@ def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(t
     saved = tmp_path / "out" / "checkpoints" / "step_000000040" / "run_state.json"
     newest = RunState.from_json(saved.read_text())
     assert not read_cure(tmp_path / "out").abandons(newest)  # it knows of the stop
+
+
+def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wrong(tmp_path: Path) -> None:
+    run_file = make_sick_run(tmp_path)
+    for overrides, code, words in (
+        ((), EXIT_CANNOT_SAVE, "cure.json, so it is not made: [Errno 28] No space left on device; make room"),
+        (("watchdog.respond=[]",), EXIT_NEEDS_PERSON, "nothing is left to try: watchdog.respond is empty"),
+    ):
+        [(ended, said, _)] = run_ranks(run_sick, 1, str(run_file), POISON, overrides, "unwritable")
+        assert (ended, words in said) == (code, True), said
+
+
+def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
+    run_file = make_sick_run(tmp_path)
+    [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("data", 38 * BATCH, 40 * BATCH))
+    assert code == 0
+    [warning] = _events(tmp_path / "out", "warning")
+    assert "the run ends in a spike that began at step 39" in warning["message"]
+    assert "the newest calm checkpoint: step 3" in warning["message"]
+    assert warning["message"] in said
 
 
 def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_nothing_else_happens(
