@@ -304,7 +304,10 @@ def _add_sample(commands: Commands) -> None:
 def _add_watchdog(commands: Commands) -> None:
     parser = commands.add_parser("watchdog", help="judge a recorded loss curve, and plot the verdicts")
     parser.add_argument(
-        "curve", metavar="CURVE.csv|RUN", help="columns step, loss, grad_norm; or a run's directory or file"
+        "curve",
+        metavar="CURVE.csv|RUN",
+        help="columns step, loss and maybe grad_norm (any case; others, as a learning rate, are read by "
+        "nobody); or a run's directory or file, whose rollbacks are judged again too",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="watchdog.key=value", help="judges with another value"

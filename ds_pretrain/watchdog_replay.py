@@ -150,19 +150,23 @@ def _saved_overrides(record: Path) -> list[str]:
     """Of the command line at the run's last start."""
     if not record.is_file():
         return []
-    saved = parse_json(read_text(record, "run record"), str(record)).get("overrides", [])
-    if not isinstance(saved, list) or not all(isinstance(word, str) for word in saved):
-        raise InputError(
-            f"{record}: `overrides` = {shown(saved)}: expected a list of texts, the overrides of the last start; "
-            "put an intact copy back, or move it away to judge without them"
+    try:
+        saved = parse_json(read_text(record, "run record"), str(record)).get("overrides", [])
+        if not isinstance(saved, list) or not all(isinstance(word, str) for word in saved):
+            raise InputError(f"{record}: `overrides` = {shown(saved)}: expected a list of texts")
+    except InputError as error:
+        advice = (
+            "it has the overrides of the last start; put an intact copy back, or move it away to judge "
+            "without them"
         )
+        raise InputError([f"{problem}; {advice}" for problem in error.problems]) from None
     return saved
 
 
 def _blaming(
     load: Callable[[Sequence[str]], Thing], overrides: Sequence[str], names: Mapping[str, str], file: str
 ) -> Thing:
-    """`load(overrides)`; a problem that the file alone does not have is said of the override that makes it."""
+    """`load(overrides)`; what the file alone does not suffer from is said of the override that makes it."""
     try:
         return load(overrides)
     except InputError as error:
@@ -196,6 +200,8 @@ def read_run(out: Path, settings: WatchdogSection) -> History:
             history.take(record)
     except OSError as error:
         raise InputError(f"{out} has no metrics.jsonl that can be read: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path} holds a line that is nested too deeply; take that line out") from None
     if not history.points:
         left_out = f" ({history.num_left_out:,} records of none)" if history.num_left_out else ""
         raise InputError(f"{path} holds no step{left_out}; expected a run that has trained")

@@ -40,6 +40,8 @@ SEES_SIBLING = {
     ("opening", "preflight"),
     ("opening", "curriculum"),
     ("opening", "stages"),
+    ("saving", "curriculum"),
+    ("sample", "curriculum"),
     ("preflight", "curriculum"),
     ("audit", "curriculum"),
     ("healing", "incidents"),
