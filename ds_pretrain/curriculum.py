@@ -1,5 +1,6 @@
 """What changes from phase to phase: the order of the data, the positions of the model. No torch."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,12 @@ def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
         model = with_rope(model, phase.rope, phase.seq_len)
         models[phase.name] = model
     return models
+
+
+def model_text(plan: Plan, step: int) -> str:
+    """The model config of what `step` finished steps have trained: the file, if no phase changed it."""
+    model = phase_models(plan)[plan.timeline.at(max(0, step - 1)).phase]
+    return plan.model_text if model == plan.model else json.dumps(model, indent=2) + "\n"
 
 
 def open_sampler(plan: Plan, sources: Mapping[str, TokenSource]) -> Sampler:

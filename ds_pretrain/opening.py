@@ -28,6 +28,7 @@ from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.rope import restore_rotary
+from ds_pretrain.models.rope_live import rehearse_rope
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
 from ds_pretrain.monitor.sinks import say
@@ -213,6 +214,9 @@ def _rehearsal_problems(plan: Plan) -> list[str]:
             attention=plan.run.model.attention,
             name=plan.run.model.config,
         )
+        for phase, model in phase_models(plan).items():
+            if model != plan.model:
+                rehearse_rope(model, f"{plan.run_path}: phases.{phase}")
     except InputError as error:
         return list(error.problems)
     return []

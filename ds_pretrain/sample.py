@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import published
+from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.checkpoint.universal import whole_weights
+from ds_pretrain.curriculum import model_text
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
 from ds_pretrain.errors import InputError
@@ -34,8 +35,8 @@ def sample(
     _refuse_words(prompt, count, max_tokens, temperature, seed)
     tokenizer = run_tokenizer(plan)
     start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
-    _refuse_length(plan, 1 + len(start), max_tokens)
     folder = store.newest_intact(_root(plan), step)
+    _refuse_length(_model_text(plan, folder), 1 + len(start), max_tokens)
     model = trained_model(plan, folder)
     device = "cuda" if uses_gpu() else "cpu"
     model.to(device)
@@ -61,7 +62,7 @@ def trained_model(plan: Plan, folder: Path) -> Any:
     Raises:
         InputError: the run file's model is not the one that was saved.
     """
-    model = whole_model(plan).eval()
+    model = whole_model(plan, _model_text(plan, folder)).eval()
     try:
         model.load_state_dict(whole_weights(folder))
     except RuntimeError as error:
@@ -72,10 +73,10 @@ def trained_model(plan: Plan, folder: Path) -> Any:
     return model
 
 
-def whole_model(plan: Plan) -> nn.Module:
-    """The run's fresh model in this process alone, in fp32, on the CPU."""
+def whole_model(plan: Plan, text: str | None = None) -> nn.Module:
+    """The run's fresh model in this process alone, in fp32, on the CPU; of `text`, if a phase changed it."""
     model: nn.Module = build_model(
-        plan.model_text,
+        text or plan.model_text,
         qk_norm=plan.run.model.qk_norm,
         recompute=False,
         seed=plan.run.seed,
@@ -124,9 +125,14 @@ def _refuse_words(prompt: str, count: int, max_tokens: int, temperature: float, 
         raise InputError(problems)
 
 
-def _refuse_length(plan: Plan, prompt_tokens: int, max_tokens: int) -> None:
+def _model_text(plan: Plan, folder: Path) -> str:
+    """The config of the phase that a checkpoint was trained in."""
+    return model_text(plan, min(step_of(folder.name) or 0, plan.last_step))
+
+
+def _refuse_length(text: str, prompt_tokens: int, max_tokens: int) -> None:
     """Positions beyond those that the model has were never trained, or do not exist."""
-    config = json.loads(plan.model_text)
+    config = json.loads(text)
     limit = config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(limit, int) and prompt_tokens + max_tokens > limit:
         raise InputError(

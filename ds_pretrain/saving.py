@@ -17,6 +17,7 @@ from ds_pretrain.checkpoint.places import ASSEMBLED, Places
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
 from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
+from ds_pretrain.curriculum import model_text
 from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import CannotSave, InputError
@@ -96,7 +97,7 @@ class Saver:
         texts = {
             "run.toml": self._plan.run_text,
             DEEPSPEED: self._plan.deepspeed_text,
-            "model.json": self._plan.model_text,
+            "model.json": model_text(self._plan, state.step),
         }
         manifest = self._manifest(state)
         self._waited_seconds, self._finished_seconds = waited, 0.0

@@ -1,13 +1,21 @@
 """One run file of several phases: killed anywhere, it is the run that was never killed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_pretrain.cli import main
+from ds_pretrain.cure import read_cure
+from ds_pretrain.curriculum import model_text
+from ds_pretrain.models import rope_live
+from ds_pretrain.plan import load_plan
+from ds_pretrain.sample import trained_model
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
 from tests.runs.golden import run_rank, trace, validations
+from tests.runs.sick import Fault, make_sick_run, run_sick
 
 KILLS = (RAMP - 2, RAMP, LONG - 1, LONG, LONG + 2, ANNEAL, ANNEAL + 2)  # in each segment, on each boundary
 
@@ -70,3 +78,46 @@ def test_the_phases_are_what_the_run_file_says(straight: Any) -> None:
     assert rates[4:14] == [1e-2] * 10
     assert rates[14] < 1e-2
     assert rates[-1] < 2e-3
+
+
+def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) -> None:
+    folder, _ = straight
+    plan = load_plan(folder / "run.toml")
+    last = folder / "out" / "checkpoints" / f"step_{LAST:09d}"
+    saved = json.loads((last / "model.json").read_text())
+    assert saved["max_position_embeddings"] == 1024
+    assert saved["rope_parameters"]["rope_theta"] == 8e4
+    assert model_text(plan, LONG) == (folder / "model.json").read_text()  # of before the change, as it was
+    model = trained_model(plan, last)
+    assert rope_live.check_rope(model).problems == ()
+    assert model.config.rope_parameters["rope_theta"] == 8e4
+
+
+def test_documents_kept_apart_survive_a_kill_too(tmp_path: Path) -> None:
+    runs = []
+    for name, kills in (("straight", ()), ("cut", (LONG - 1, LONG + 1))):
+        run_file = make_curriculum(tmp_path / name)
+        run_file.write_text(run_file.read_text().replace("qk_norm", "mask_documents = true\nqk_norm"))
+        for step in kills:
+            assert run_ranks(run_rank, 2, str(run_file), step, allow_kill=True) == [KILLED] * 2
+        runs.append(
+            ([d for d, _, _ in run_ranks(run_rank, 2, str(run_file))], trace(tmp_path / name / "out"))
+        )
+    assert runs[0] == runs[1]
+    records = runs[0][1]
+    assert records[-1]["num_valid_tokens"] < 2048  # a label across a boundary is none
+
+
+def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind_it(tmp_path: Path) -> None:
+    run_file = make_sick_run(tmp_path)
+    second = (
+        '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
+    )
+    run_file.write_text(run_file.read_text().replace("[validation]", f"{second}[validation]"))
+    poison = Fault("data", 20 * 8, 24 * 8)  # what the last four steps of the first phase read
+    ranks = run_ranks(run_sick, 2, str(run_file), poison)
+    assert [code for code, _, _ in ranks] == [0, 0]
+    [skip] = read_cure(tmp_path / "out").ledger.skips
+    assert (skip.phase, skip.stop) == ("main", 24 * 8)
+    assert [record["phase"] for record in trace(tmp_path / "out")] == ["main"] * 24 + ["long"] * 16
+    assert main(["audit", str(tmp_path / "out"), "--all"]) == 0  # each sample once, and no token twice
