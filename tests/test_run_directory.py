@@ -186,6 +186,38 @@ def test_a_change_of_what_the_run_is_has_to_be_meant(
     assert f"`{field}`" in refusal(run_file)
 
 
+AHEAD = "[[phases]]\nname = 'long'\nstart = '8 steps'\nseq_len = 32\nmixture = { text = 1.0 }\n[validation]"
+
+
+def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_path: Path) -> None:
+    """Twelve steps of a WSD schedule, of which the last three decay; seven are done."""
+    run_file = make_run(tmp_path)
+    plain = run_file.read_text()
+    source = f'text = "{tmp_path}/text"'
+    text = plain.replace(source, f'text = {{ path = "{tmp_path}/text", chunk_tokens = 32 }}')
+    run_file.write_text(text)
+    start(run_file)
+    note_saved(tmp_path / "out", 7)
+    longer = ("schedule.length=20 steps", "schedule.decay=4 steps")
+    record = start(run_file, *longer, found_step=7)
+    assert {change["field"] for change in record.changes} == {"schedule.length", "schedule.decay"}
+    run_file.write_text(text.replace("[validation]", AHEAD))
+    assert start(run_file, *longer, found_step=7).changes[-1]["field"] == "phases.long"
+    message = refusal(run_file, *longer, "schedule.peak=2e-3", found_step=7)
+    assert "`schedule.peak` is 0.002, but the run in" in message
+    assert "was started with 0.01" in message
+    run_file.write_text(text.replace("[validation]", AHEAD.replace("8 steps", "6 steps")))
+    assert "`phases.long.first_step` is 6 steps" in refusal(run_file, *longer, found_step=7)
+    run_file.write_text(plain)
+    cut = refusal(run_file, *longer, found_step=7)
+    assert "sources.text was read in chunks of 32 tokens, and would go on in chunks of 16" in cut
+    run_file.write_text(text)
+    note_saved(tmp_path / "out", 18)  # the decay has begun: its end is fixed
+    assert "`schedule.length` is 30 steps" in refusal(
+        run_file, *longer, "schedule.length=30 steps", found_step=18
+    )
+
+
 def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
