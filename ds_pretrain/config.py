@@ -211,6 +211,7 @@ class ValidationSection(Section):
     every: Length
     sources: Sources
     tokens: BatchTokens  # of each source
+    retrieval: bool = False  # also hide keys in its text, and ask for them
 
 
 class CheckpointSection(Section):

@@ -1,15 +1,12 @@
-"""One optimizer step and what it measured; validation. B sequences · T tokens of each · V vocabulary."""
+"""One optimizer step and what it measured. B sequences · T tokens of each · V vocabulary."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
 from ds_pretrain.data.feed import Batch
-from ds_pretrain.data.validation import ValidationSet, validation_batches
 from ds_pretrain.engine import Engine, Update
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.plan import Plan
@@ -108,23 +105,3 @@ def measure(
         rank_losses=tuple(rank_losses.tolist()),
         probe=probe,
     )
-
-
-def evaluate(
-    engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World
-) -> dict[str, float]:
-    """Mean cross-entropy of each validation source, in nats a token. No random stream moves. Collective."""
-    streams = capture_streams()
-    losses = {}
-    with engine.evaluating():
-        for chosen in sets:
-            nll, count = 0.0, 0
-            for micro in validation_batches(chosen, world, micro_sequences):
-                there = micro.on(engine.device)
-                logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-                nll += cross_entropy_and_z(logits, there.labels, None)[0].item()
-                count += int((micro.labels >= 0).sum())
-            total = gather_rows(world, [nll, count]).sum(axis=0)
-            losses[chosen.name] = float(total[0] / total[1])
-    restore_streams(streams)
-    return losses

@@ -36,6 +36,7 @@ from ds_pretrain.errors import (
     RunError,
     agreed,
 )
+from ds_pretrain.evaluation import evaluate
 from ds_pretrain.healing import Watchdog
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
@@ -60,7 +61,7 @@ from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
 from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
 from ds_pretrain.stages import Stages
 from ds_pretrain.state import RunState
-from ds_pretrain.step import evaluate, measure, take_step
+from ds_pretrain.step import measure, take_step
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, barrier, from_main
 
@@ -190,7 +191,9 @@ def _train_from(state: RunState, parts: _Parts) -> None:
             )
         if parts.validation and validation_due(plan, state):
             sets, micro = parts.validation[batch.ids.seq_len], plan.micro_sequences(step.step - 1)
-            parts.monitor.validation(state.step, evaluate(engine, sets, micro, world))
+            asks = plan.run.validation is not None and plan.run.validation.retrieval
+            found = evaluate(engine, sets, micro, world, asks)
+            parts.monitor.validation(state.step, found.losses, found.by_position, found.retrieval)
         stops = shared.stop or state.step == parts.wish.stop_after
         if stops or state.step == plan.last_step:
             saver.save_surely(state, probe)

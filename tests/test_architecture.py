@@ -30,7 +30,7 @@ LAYERS: dict[str, int] = {
             "robust deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
             "curriculum stages preflight opening probing incidents suspects healing saving shipping step "
-            "train sample launch watchdog_replay audit",
+            "evaluation train sample launch watchdog_replay audit branch",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -53,7 +53,9 @@ SEES_SIBLING = {
     ("step", "saving"),
     ("saving", "shipping"),
     *(("train", part) for part in ("stages", "opening", "probing", "saving", "healing", "shipping", "step")),
+    ("train", "evaluation"),
     ("audit", "preflight"),
+    ("branch", "preflight"),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
     ("cli", "verify_resume"),

@@ -30,16 +30,51 @@ def cross_entropy_and_z(
     Raises:
         ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
     """
+    flat_logits, flat_labels = _flat(logits, labels)  # [N, V], [N]
+    z = 0.0 if z_loss is None or z_loss == "off" else float(z_loss)
+    rows = chunk_rows or _chunk_rows(logits)
+    nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z, rows)  # type: ignore[no-untyped-call]
+    return nll_sum, z_sum
+
+
+def token_losses(logits: Tensor, labels: Tensor, *, chunk_rows: int | None = None) -> Tensor:
+    """The negative log-likelihood of each token, [...] in fp32, 0 where the label is ignored. No gradient.
+
+    Their sum in fp64, rounded to fp32, is that of `cross_entropy_and_z` bit for bit. `logits` [..., V] are
+    never copied to fp32 as a whole.
+
+    Raises:
+        ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
+    """
+    flat_logits, flat_labels = _flat(logits, labels)  # [N, V], [N]
+    with torch.no_grad():
+        nll, _ = _token_losses(flat_logits, flat_labels, chunk_rows or _chunk_rows(logits))  # [N]
+    return nll.view(labels.shape)
+
+
+def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] and [N], checked against each other."""
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} need labels of {tuple(logits.shape[:-1])}, "
                          f"found {tuple(labels.shape)}")  # fmt: skip
     vocabulary = logits.shape[-1]
-    flat_logits, flat_labels = logits.reshape(-1, vocabulary), labels.reshape(-1)  # [N, V], [N]
+    flat_labels = labels.reshape(-1)  # [N]
     _refuse_foreign_labels(flat_labels, vocabulary)
-    z = 0.0 if z_loss is None or z_loss == "off" else float(z_loss)
-    rows = chunk_rows or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // vocabulary)
-    nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z, rows)  # type: ignore[no-untyped-call]
-    return nll_sum, z_sum
+    return logits.reshape(-1, vocabulary), flat_labels
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    return max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // logits.shape[-1])
+
+
+def _token_losses(logits: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood and logsumexp of each token: [N] and [N], fp32."""
+    lse = torch.empty(len(labels), dtype=torch.float32, device=logits.device)  # [N]
+    for start in range(0, len(labels), rows):
+        piece = slice(start, start + rows)
+        lse[piece] = torch.logsumexp(logits[piece].float(), dim=-1)
+    target = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0].float()  # [N]
+    return torch.where(labels != IGNORED, lse - target, 0.0), lse
 
 
 def _refuse_foreign_labels(labels: Tensor, vocabulary: int) -> None:
@@ -64,16 +99,11 @@ class _CrossEntropyAndZ(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z: float, rows: int) -> tuple[Tensor, Tensor]:
-        valid, index = labels != IGNORED, labels.clamp(min=0)[:, None]  # [N], [N, 1]
-        lse = torch.empty(len(labels), dtype=torch.float32, device=logits.device)  # [N]
-        for start in range(0, len(labels), rows):
-            piece = slice(start, start + rows)
-            lse[piece] = torch.logsumexp(logits[piece].float(), dim=-1)
-        target = logits.gather(-1, index)[:, 0].float()  # [N]
-        nll_sum = torch.where(valid, lse - target, 0.0).sum(dtype=torch.float64)
-        square_sum = (
-            torch.where(valid, lse.square(), 0.0).sum(dtype=torch.float64) if z else nll_sum.new_zeros(())
-        )
+        nll, lse = _token_losses(logits, labels, rows)  # [N], [N]
+        nll_sum = nll.sum(dtype=torch.float64)
+        square_sum = nll_sum.new_zeros(())
+        if z:
+            square_sum = torch.where(labels != IGNORED, lse.square(), 0.0).sum(dtype=torch.float64)
         ctx.save_for_backward(logits, labels, lse)
         ctx.z, ctx.rows = z, rows
         return nll_sum.float(), (z * square_sum).float()

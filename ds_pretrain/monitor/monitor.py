@@ -82,11 +82,20 @@ class Monitor:
         is_due = is_first or record.step % self._every == 0 or record.step >= self._last_step
         self._send(line, is_due)
 
-    def validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Take the mean loss of each validation source after `step` steps, in nats a token."""
-        self._send(
-            {"event": "validation", "attempt": self._attempt, "step": step, "losses": dict(losses)}, True
-        )
+    def validation(
+        self,
+        step: int,
+        losses: Mapping[str, float],
+        by_position: Mapping[str, Mapping[str, float]] | None = None,
+        retrieval: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+    ) -> None:
+        """Take what a validation after `step` steps found of each source, in nats a token.
+
+        The mean loss, that of the positions up to each end, and the scores of keys by length and depth.
+        """
+        line = {"event": "validation", "attempt": self._attempt, "step": step, "losses": dict(losses)}
+        more = {"by_position": by_position, "retrieval": retrieval}
+        self._send(line | {name: value for name, value in more.items() if value}, True)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Take something that happened: "start", "resume", "checkpoint", "stop", "warning", ..."""

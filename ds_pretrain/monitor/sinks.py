@@ -177,11 +177,23 @@ def event_line(record: Mapping[str, Any]) -> str:
     kind = record["event"]
     at = f" at step {record['step']:,}" if record.get("step") is not None else ""
     if kind == "validation":
-        named = "  ".join(f"{name} {_fixed(loss, 4)}" for name, loss in record["losses"].items())
+        named = "  ".join(_validated(name, record) for name in record["losses"])
         return f"validation{at}  loss {named}"
     skip = ("event", "step", "attempt", "time")
     fields = {k: v for k, v in record.items() if k not in skip and v is not None}
     return "  ".join([f"{kind}{at}", *(f"{k} {_plain(k, v)}" for k, v in fields.items())])
+
+
+def _validated(source: str, record: Mapping[str, Any]) -> str:
+    """Its mean loss, those of the last two buckets of positions, and the scores at the longest prompts."""
+    text = f"{source} {_fixed(record['losses'][source], 4)}"
+    ends = list(record.get("by_position", {}).get(source, {}).items())[-2:]
+    if ends:
+        text += f" ({', '.join(f'to {int(end):,}: {_fixed(loss, 4)}' for end, loss in ends)})"
+    for length, scores in list(record.get("retrieval", {}).get(source, {}).items())[-1:]:
+        found = sorted(scores.values())
+        text += f" key at {int(length):,}: {found[0]:.2f} to {found[-1]:.2f}"
+    return text
 
 
 def duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
 from typing import Any, Literal, Protocol
 
@@ -174,10 +175,12 @@ class Wandb:
 def points(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt.
 
+    Of a validation also "validation/web/to_1024" and "validation/web/key_1024", the mean over depths.
+
     Lists and nested values stay in metrics.jsonl, and so does the rest of a long text.
     """
     kind = record["event"]
-    values = dict(record.get("losses", {})) if kind == "validation" else dict(record)
+    values = _validated(record) if kind == "validation" else dict(record)
     prefix = "train" if kind == "step" else kind
     data = {
         f"{prefix}/{k}": v[:_LONGEST_TEXT] if isinstance(v, str) else v
@@ -190,6 +193,15 @@ def points(record: Mapping[str, Any]) -> dict[str, Any]:
         data["train/step"] = record["step"]
     data["attempt"] = record["attempt"]
     return data
+
+
+def _validated(record: Mapping[str, Any]) -> dict[str, float]:
+    values = dict(record.get("losses", {}))
+    for name, ends in record.get("by_position", {}).items():
+        values |= {f"{name}/to_{end}": loss for end, loss in ends.items()}
+    for name, lengths in record.get("retrieval", {}).items():
+        values |= {f"{name}/key_{length}": fmean(found.values()) for length, found in lengths.items()}
+    return values
 
 
 class Opened:

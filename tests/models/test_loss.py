@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.models.loss import cross_entropy_and_z, token_losses
 
 
 def _reference(logits: Tensor, labels: Tensor, z: float) -> tuple[Tensor, Tensor]:
@@ -143,3 +143,26 @@ def test_no_fp32_copy_of_all_logits_is_made() -> None:
     with Sizes():
         sum(cross_entropy_and_z(logits, labels, 1e-4, chunk_rows=4)).backward()
     assert Sizes.largest_wide == 4 * 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+def test_the_losses_of_tokens_are_those_whose_sum_training_takes(
+    dtype: torch.dtype, chunk_rows: int | None
+) -> None:
+    logits, labels = _batch(10, 33, 3.0, dtype)
+    losses = token_losses(logits.view(2, 5, 33), labels.view(2, 5), chunk_rows=chunk_rows)
+    assert (losses.shape, losses.dtype) == ((2, 5), torch.float32)
+    expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none", ignore_index=-100)
+    assert losses.flatten().tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert (losses.flatten()[::2] == 0).all()
+    nll, _ = cross_entropy_and_z(logits, labels, None)
+    assert losses.sum(dtype=torch.float64).float().item() == nll.item()
+
+
+def test_the_losses_of_tokens_refuse_what_the_sum_refuses() -> None:
+    logits, labels = _batch(10, 33, 3.0)
+    with pytest.raises(ValueError, match=r"outside the vocabulary \[0, 33\)"):
+        token_losses(logits, labels.clamp(min=0) + 33)
+    with pytest.raises(ValueError, match="need labels of"):
+        token_losses(logits, labels[1:])

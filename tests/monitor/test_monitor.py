@@ -66,6 +66,18 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return list(read_metrics(out / METRICS))
 
 
+def test_a_validation_on_file_says_what_was_found_and_nothing_of_what_was_not_looked_for(
+    tmp_path: Path,
+) -> None:
+    with open_monitor(tmp_path) as monitor:
+        monitor.validation(3, {"web": 2.5})
+        monitor.validation(4, {"web": 2.5}, {"web": {"1": 3.0}}, {"web": {"64": {"0": 0.5}}})
+    first, second = metrics(tmp_path)
+    assert first == {"event": "validation", "attempt": 1, "step": 3, "losses": {"web": 2.5}}
+    found = {"by_position": {"web": {"1": 3.0}}, "retrieval": {"web": {"64": {"0": 0.5}}}}
+    assert second == first | {"step": 4} | found
+
+
 def test_the_file_gets_every_step_and_the_terminal_the_first_each_tenth_and_the_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

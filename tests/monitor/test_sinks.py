@@ -177,6 +177,12 @@ def test_the_step_line_leaves_out_what_is_unknown_and_shows_a_dropped_update() -
 def test_validations_and_events_read_as_sentences() -> None:
     validation = {"event": "validation", "step": 1000, "attempt": 1, "losses": {"web": 2.5, "code": 1.25}}
     assert event_line(validation) == "validation at step 1,000  loss web 2.5000  code 1.2500"
+    by_position = {"web": {"1": 5.0, "512": 2.75, "1024": 2.25}, "code": {"1": 4.0}}
+    retrieval = {"web": {"512": {"0": 1.0}, "1024": {"0": 0.125, "50": -0.25, "100": 0.99}}}
+    assert event_line(validation | {"by_position": by_position, "retrieval": retrieval}) == (
+        "validation at step 1,000  loss web 2.5000 (to 512: 2.7500, to 1,024: 2.2500) "
+        "key at 1,024: -0.25 to 0.99  code 1.2500 (to 1: 4.0000)"
+    )
     checkpoint = {"event": "checkpoint", "step": 7, "attempt": 2, "seconds": 1.23456789, "time": 1.0}
     assert event_line(checkpoint) == "checkpoint at step 7  seconds 1.23"
     assert event_line({"event": "stop", "attempt": 1, "reason": "SIGTERM"}) == "stop  reason SIGTERM"

@@ -61,6 +61,15 @@ def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
     assert points(step) == {"train/loss": 1.5, "train/phase": "main", "train/step": 3, "attempt": 2}
     validation = {"event": "validation", "step": 3, "attempt": 2, "losses": {"web": 1.0}}
     assert points(validation) == {"validation/web": 1.0, "train/step": 3, "attempt": 2}
+    by_position, retrieval = {"web": {"512": 1.5, "1024": 0.5}}, {"web": {"1024": {"0": 0.25, "50": 0.75}}}
+    assert points(validation | {"by_position": by_position, "retrieval": retrieval}) == {
+        "validation/web": 1.0,
+        "validation/web/to_512": 1.5,
+        "validation/web/to_1024": 0.5,
+        "validation/web/key_1024": 0.5,
+        "train/step": 3,
+        "attempt": 2,
+    }
     checkpoint = {"event": "checkpoint", "step": 3, "attempt": 2, "seconds": 4.0}
     assert points(checkpoint) == {
         "event": "checkpoint",

@@ -1,0 +1,125 @@
+"""Prompts with a hidden key: what they are made of, and what the scores say of a model that is known."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.retrieval import DEPTHS, NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
+from ds_pretrain.data.validation import make_validation_set
+from ds_pretrain.record import IGNORED
+from ds_pretrain.world import World
+
+SEQ_LEN, KEY, NEEDLE = 256, 8, 12
+
+
+def source_of_tokens(tokens: Any) -> TokenSource:
+    """One document."""
+    bounds = np.array([0, 1], np.int64)
+    return TokenSource(Path("memory"), tokens.astype("<i4"), np.array([len(tokens)], np.int32), bounds, None)
+
+
+def _prompts(mask_documents: bool = False) -> Prompts:
+    tokens = np.random.default_rng(0).zipf(1.3, 20 * SEQ_LEN + 1) % 400
+    source = source_of_tokens(tokens)
+    return make_prompts(make_validation_set("web", source, SEQ_LEN, 10 * SEQ_LEN, mask_documents))
+
+
+def test_a_prompt_ends_with_a_marker_and_key_that_lie_in_its_text_at_each_depth_once() -> None:
+    prompts = _prompts()
+    assert list(prompts.rows) == [64, 128, 256]
+    for length, rows in prompts.rows.items():
+        assert rows.shape == (4 * NUM_PLACES, length + 1)
+        for number, row in enumerate(rows):
+            needle, text = row[-NEEDLE:], row[:-NEEDLE]
+            assert len(set(needle.tolist())) == NEEDLE
+            found = [at for at in range(len(text) - NEEDLE + 1) if (text[at : at + NEEDLE] == needle).all()]
+            room, place = length + 1 - 2 * NEEDLE, number % NUM_PLACES
+            assert found == ([room * DEPTHS[place] // 100] if place < len(DEPTHS) else [])
+        needles = {tuple(row[-NEEDLE:].tolist()) for row in rows}
+        assert len(needles) == 4
+
+
+def test_the_text_around_a_key_is_that_of_the_validation() -> None:
+    prompts = _prompts()
+    for rows in prompts.rows.values():
+        for first in range(0, len(rows), NUM_PLACES):
+            plain = rows[first + NUM_PLACES - 1]
+            for place, depth in enumerate(DEPTHS):
+                row = rows[first + place]
+                room = len(row) - 2 * NEEDLE
+                at = room * depth // 100
+                without = np.concatenate([row[:at], row[at + NEEDLE : -NEEDLE]])
+                assert without.tolist() == plain[:room].tolist()
+
+
+def test_keys_are_of_the_rarer_tokens_of_the_text() -> None:
+    prompts = _prompts()
+    rows = prompts.rows[256]
+    tokens, counts = np.unique(rows[NUM_PLACES - 1 :: NUM_PLACES, :-NEEDLE], return_counts=True)
+    common = set(tokens[np.argsort(counts)[-20:]].tolist())
+    assert not common & set(rows[:, -NEEDLE:].flatten().tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro_sequences", [1, 2, 3])
+def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, micro_sequences: int) -> None:
+    prompts = _prompts()
+    for length, rows in prompts.rows.items():
+        ranks = [
+            list(prompt_batches(prompts, length, World(rank, size, rank), micro_sequences))
+            for rank in range(size)
+        ]
+        assert len({len(batches) for batches in ranks}) == 1
+        asked = []
+        for micro, places in [batch for batches in ranks for batch in batches]:
+            assert micro.input_ids.numel() <= micro_sequences * SEQ_LEN
+            for ids, labels, place in zip(micro.input_ids, micro.labels, places, strict=True):
+                if (labels == IGNORED).all():
+                    continue
+                assert (labels[:-KEY] == IGNORED).all()
+                assert (labels[-KEY:] != IGNORED).all()
+                row = [*ids.tolist(), int(labels[-1])]
+                assert row[-KEY:] == labels[-KEY:].tolist()
+                asked.append((row, int(place)))
+        expected = [(row.tolist(), number % NUM_PLACES) for number, row in enumerate(rows)]
+        assert sorted(asked) == sorted(expected)
+
+
+def test_a_prompt_is_one_document() -> None:
+    micro, _ = next(prompt_batches(_prompts(mask_documents=True), 64, World(), 1))
+    assert micro.documents is not None
+    assert not micro.documents.any()
+    assert next(prompt_batches(_prompts(), 64, World(), 1))[0].documents is None
+
+
+def test_the_score_is_the_share_of_the_surprise_that_hiding_took_away() -> None:
+    prompts = _prompts()
+    nll = np.array([[0, 20, 40, 80, 100, 80], [80] * 6, [8, 8, 8, 8, 160, 80]], dtype=np.float64)
+    found = scores(prompts, nll.reshape(-1))
+    assert list(found) == ["64", "128", "256"]
+    assert found["64"] == {"0": 1.0, "25": 0.75, "50": 0.5, "75": 0.0, "100": -0.25}
+    assert set(found["128"].values()) == {0.0}
+    assert list(found["256"].values()) == pytest.approx([0.9] * 4 + [-1])
+
+
+def test_prompts_shorter_than_twice_the_question_are_left_out_and_the_longest_is_a_whole_sample() -> None:
+    tokens = np.random.default_rng(0).integers(0, 300, 2000)
+    for seq_len, lengths in [(16, []), (48, [48]), (96, [64, 96]), (128, [64, 128])]:
+        prompts = make_prompts(make_validation_set("web", source_of_tokens(tokens), seq_len, 10 * seq_len))
+        assert list(prompts.rows) == lengths
+        assert scores(prompts, np.zeros(0)) == {} if not lengths else True
+
+
+def test_two_tokens_are_enough_for_a_key() -> None:
+    prompts = make_prompts(make_validation_set("web", source_of_tokens(np.arange(2000) % 2), 64, 640))
+    assert prompts.rows[64].shape == (24, 65)
+
+
+def test_markers_differ_between_sources_and_texts_not_between_lengths() -> None:
+    rows = _prompts().rows
+    ends = [[tuple(row[-NEEDLE:].tolist()) for row in r[::NUM_PLACES]] for r in rows.values()]
+    assert all(a == b for a, b in pairwise(ends))
