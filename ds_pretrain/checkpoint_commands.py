@@ -1,7 +1,8 @@
 """`ds-pretrain checkpoints RUN ...`: what a person may ask about checkpoints, and do to them."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,10 +49,10 @@ def checkpoints_command(words: argparse.Namespace) -> int:
         return _ACTIONS_THERE[words.action](_place(Path(words.run)), words.names)
     if words.action == "diff" and all(_step(name) is None for name in words.names):
         return _diff(Path(), words.names)  # two folders, wherever they are
-    return _ACTIONS[words.action](_root(Path(words.run)), words.names)
+    return _ACTIONS[words.action](checkpoint_root(Path(words.run)), words.names)
 
 
-def _root(run: Path) -> Path:
+def checkpoint_root(run: Path) -> Path:
     """The folder of checkpoints that is meant: of a run directory, of a run file's, or itself.
 
     Raises:
@@ -131,8 +132,29 @@ def _step_there(remote: "Remote", name: str) -> int:
 def _list(root: Path, names: list[str]) -> int:
     from ds_pretrain.checkpoint.inventory import listed
 
-    print("\n".join(listed(root)) or f"{root} holds no checkpoint")
+    print("\n".join([*_lineage(root.parent), *listed(root)]) or f"{root} holds no checkpoint")
     return 0
+
+
+def _lineage(out: Path) -> Iterator[str]:
+    """Where a branch comes from."""
+    from ds_pretrain.checkpoint.layout import MANIFEST, step_name
+    from ds_pretrain.files import checksum
+    from ds_pretrain.run_directory import read_record
+
+    record = None
+    with suppress(InputError):  # a start says what is wrong with it
+        record = read_record(out)
+    if record is None or (line := record.lineage) is None:
+        return
+    folder, now = Path(line.directory) / step_name(line.step), "it is no longer there"
+    with suppress(OSError):
+        is_same = checksum(folder / MANIFEST) == line.manifest
+        now = "it is there" if is_same else "another one is there now"
+    yield (
+        f"branched from {line.name} at step {line.step:,}: {folder} (run {line.run}, manifest "
+        f"{line.manifest[:12]}; {now})"
+    )
 
 
 def _verify(root: Path, names: list[str]) -> int:

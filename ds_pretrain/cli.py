@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.checkpoint_commands import add_arguments as add_checkpoint_arguments
+from ds_pretrain.checkpoint_commands import checkpoint_root
 from ds_pretrain.errors import EXIT_FAILED, InputError, RunError
 from ds_pretrain.launch.command import compose
 from ds_pretrain.launch.hosts import num_ranks, read_hostfile
@@ -152,6 +153,15 @@ def watchdog_command(words: argparse.Namespace) -> int:
     return judge_recording(words)
 
 
+def branch_command(words: argparse.Namespace) -> int:
+    """Make a run that begins from a checkpoint of another."""
+    from ds_pretrain.branch import branch
+
+    plan = load_plan(words.run_file, words.overrides)
+    branch(checkpoint_root(Path(words.parent)), words.at, plan)
+    return 0
+
+
 def audit_command(words: argparse.Namespace) -> int:
     """Prove which samples a run was trained on, or show them."""
     from ds_pretrain.audit.command import audit_command as audit
@@ -192,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_check,
         _add_prepare,
         _add_checkpoints,
+        _add_branch,
         _add_verify_resume,
         _add_sample,
         _add_watchdog,
@@ -289,6 +300,16 @@ def _add_checkpoints(commands: Commands) -> None:
     )
 
 
+def _add_branch(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "branch", help="make a run that begins from a checkpoint of another, with another plan from there on"
+    )
+    parser.add_argument("parent", metavar="RUN", help="a run directory, a run file, or its checkpoints")
+    parser.add_argument("--at", type=int, required=True, metavar="STEP", help="of the checkpoint")
+    _add_run(parser, "NEW.toml")
+    parser.set_defaults(call=branch_command)
+
+
 def _add_sample(commands: Commands) -> None:
     parser = commands.add_parser("sample", help="print text from a run's newest checkpoint")
     _add_run(parser)
@@ -341,8 +362,8 @@ def _add_audit(commands: Commands) -> None:
     parser.set_defaults(call=audit_command)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", metavar="RUN.toml")
+def _add_run(parser: argparse.ArgumentParser, name: str = "RUN.toml") -> None:
+    parser.add_argument("run_file", metavar=name)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces a value of the run file"
     )

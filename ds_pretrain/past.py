@@ -42,6 +42,12 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
         return any(
             rest in phase["mixture"] and phase["first_step"] < step for phase in old["phases"].values()
         )
+    if section == "sources":
+        return any(
+            rest in phase["mixture"] and phase["first_step"] < step
+            for identity in (old, new)
+            for phase in identity["phases"].values()
+        )
     if section == "phases":
         name = rest.partition(".")[0]
         phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]

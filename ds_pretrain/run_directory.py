@@ -35,6 +35,17 @@ _OURS_BEFORE_THE_RECORD = {
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """The checkpoint of another run that a branch began from."""
+
+    name: str  # of that run
+    run: str | None  # its id
+    directory: str  # of its checkpoints
+    step: int
+    manifest: str  # SHA-256 of the checkpoint's manifest, which lists those of all its files
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What `run.json` remembers from start to start."""
 
@@ -47,6 +58,7 @@ class RunRecord:
     num_inherited: int = 0  # rollbacks of that run, which are not this one's
     changes: tuple[Mapping[str, Any], ...] = ()  # what `accept_changes` let through, and at which attempt
     overrides: tuple[str, ...] = ()  # of the command line, at the last start
+    lineage: Lineage | None = None  # of a branch
 
 
 def read_record(out: Path) -> RunRecord | None:
@@ -55,7 +67,8 @@ def read_record(out: Path) -> RunRecord | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         lists = {key: tuple(data[key]) for key in ("changes", "overrides")}
-        return RunRecord(**{**data, **lists})
+        lineage = data.get("lineage") and Lineage(**data["lineage"])
+        return RunRecord(**{**data, **lists, "lineage": lineage})
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -79,7 +92,7 @@ def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
         return list(error.problems)
     if problem := folder_problem(plan.out, f"{plan.run_path}: out"):
         return [problem]
-    return _foreign_files(plan) if record is None else _differences(plan, record, data)
+    return _foreign_files(plan) if record is None else differences(plan, record, data)
 
 
 def _foreign_files(plan: Plan) -> list[str]:
@@ -94,7 +107,19 @@ def _foreign_files(plan: Plan) -> list[str]:
     ]
 
 
-def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[str]:
+def occupied_problem(plan: Plan) -> str | None:
+    """Why a new run cannot have this run directory; None if there is none, or nothing in it."""
+    names = {path.name for path in plan.out.iterdir()} if plan.out.is_dir() else set()
+    if not (foreign := sorted(names - _OURS_BEFORE_THE_RECORD)):
+        return None
+    return (
+        f"{plan.run_path}: out = {plan.out} is not empty ({', '.join(foreign[:5])}"
+        f"{', ...' if len(foreign) > 5 else ''}); give an empty or a new folder"
+    )
+
+
+def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[str]:
+    """What of the run's past, as its record has it, the plan says otherwise; both values of each."""
     if record.name != plan.run.name:
         return [
             f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; "
@@ -115,6 +140,8 @@ def _differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
             else "set it back, or start another run with a new `name` and `out`"
+            if record.lineage is None or record.attempt
+            else f"set it back: a branch has its parent's past, which goes up to step {record.lineage.step:,}"
         )
         for path, (old, new) in changes.items()
         if path not in chunks and not plan.accepts(path)
@@ -205,7 +232,7 @@ def claim(
         before = RunRecord(
             str(known.identity.get("name")), known.identity, known.attempt, wandb_id, known.step
         )
-        if problems := _differences(plan, before, data):
+        if problems := differences(plan, before, data):
             raise InputError(problems)
     if before is not None and before.saved_step is not None and known is None:
         raise InputError(
@@ -215,7 +242,7 @@ def claim(
     record = before or RunRecord(plan.run.name, identity, 0, uuid.uuid4().hex[:12], None)
     if origin is not None and before is None:
         began = replace(record, identity={**origin.identity, "name": plan.run.name}, origin=origin.folder)
-        if origin.identity and (problems := _differences(plan, began, data)):
+        if origin.identity and (problems := differences(plan, began, data)):
             raise InputError(problems)
         record = began if origin.identity else replace(record, origin=origin.folder)
         record = replace(record, num_inherited=origin.num_rollbacks)

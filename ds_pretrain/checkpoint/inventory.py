@@ -19,7 +19,7 @@ from ds_pretrain.checkpoint.layout import (
 )
 from ds_pretrain.checkpoint.places import wrong_file
 from ds_pretrain.checkpoint.remote import Remote
-from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped
+from ds_pretrain.checkpoint.retention import CALM, PINNED, branches, is_shipped
 from ds_pretrain.checkpoint.verdict import broken_reason
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import checksum, write_atomic
@@ -83,9 +83,13 @@ def wrong_there(remote: Remote, step: int) -> str | None:
 
 
 def listed(root: Path, now: datetime | None = None) -> Iterator[str]:
-    """The checkpoints under `root` as a table; then what is broken, and what was set aside."""
+    """The checkpoints under `root` as a table; then what began from them, and what was set aside."""
     now = now or datetime.now(UTC)
-    yield from table(list(entries(root)), now)
+    found = list(entries(root))
+    yield from table(found, now)
+    for entry in found:
+        for name, out in branches(entry.folder):
+            yield f"step {entry.step:,} is pinned: {name} ({out}) began from it"
     for folder in sorted(root.glob(f"step_*{BROKEN}*")):
         age = ago(now.timestamp() - folder.stat().st_mtime)
         yield f"{folder.name}: set aside as broken, last touched {age} ago; no start uses it"

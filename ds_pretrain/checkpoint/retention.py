@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
-from ds_pretrain.files import write_point
+from ds_pretrain.files import write_atomic, write_point
 from ds_pretrain.response import is_abandoned
 from ds_pretrain.state import Rollback, RunState
 
@@ -77,6 +77,22 @@ def pin(folder: Path, pinned: bool) -> None:
         (folder / PINNED).touch()
     else:
         (folder / PINNED).unlink(missing_ok=True)
+
+
+def note_branch(folder: Path, name: str, out: str) -> None:
+    """Pin a checkpoint for a run that began from it: its name and its run directory."""
+    mark = folder / PINNED
+    before = mark.read_text(encoding="utf-8") if mark.exists() else ""
+    write_atomic(mark, f"{before}{json.dumps({'name': name, 'out': out})}\n")
+
+
+def branches(folder: Path) -> list[tuple[str, str]]:
+    """The runs that a checkpoint was pinned for: name and run directory of each."""
+    try:
+        lines = [json.loads(line) for line in (folder / PINNED).read_text(encoding="utf-8").splitlines()]
+        return [(str(line["name"]), str(line["out"])) for line in lines]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def is_shipped(folder: Path) -> bool:

@@ -1,0 +1,147 @@
+"""A run that branches off another is, bit for bit, the run that had its plan from the start."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain.cli import main
+from ds_pretrain.errors import EXIT_FINISHED
+from ds_pretrain.plan import load_plan
+from tests.ranks import run_ranks
+from tests.runs.golden import run_rank, trace, validations
+from tests.runs.starts import start
+from tests.scenario import LLAMA, make_run, write_corpus
+
+STEPS, DECAY = 16, 4
+PHASE = """
+[[phases]]
+name = "long"
+start = "8 steps"
+seq_len = 32
+micro_sequences = 1
+mixture = { text = 0.5, math = 0.5 }
+rope = { theta = 5e4 }
+"""
+
+
+def write_run(folder: Path, name: str, more: str = "", **changes: str) -> Path:
+    """The parent's run file with lines replaced, under a name and with a directory of its own."""
+    text = (folder / "run.toml").read_text().replace('name = "tiny"', f'name = "{name}"')
+    lines = {"out": f'"{folder}/{name}"', **changes}
+    written = [
+        f"{key} = {lines[key]}" if (key := line.partition(" = ")[0]) in lines else line
+        for line in text.splitlines()
+    ]
+    marker = "[validation]"
+    run_file = folder / f"{name}.toml"
+    run_file.write_text("\n".join(written).replace(marker, f"{more}{marker}"))
+    return run_file
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a WSD run of 16 steps on two ranks, saved every 2."""
+    folder = tmp_path_factory.mktemp("parent")
+    run_file = make_run(folder, steps=STEPS, save_every="2 steps", model={**LLAMA, "attention_dropout": 0.1})
+    text = run_file.read_text().replace(f'text = "{folder}/text"', _chunked(folder, "text"))
+    run_file.write_text(text.replace(f'code = "{folder}/code"', _chunked(folder, "code")))
+    write_corpus(folder / "math", seed=11)
+    run_ranks(run_rank, 2, str(run_file))
+    return folder
+
+
+def _chunked(folder: Path, name: str) -> str:
+    return f'{name} = {{ path = "{folder}/{name}", chunk_tokens = 64 }}'
+
+
+def _same_from(step: int, branched: Any, straight: Any, out: Path, straight_out: Path) -> None:
+    """Weights, moments, rates, samples and everything recorded of the steps after `step`."""
+    assert [digest for digest, _, _ in branched] == [digest for digest, _, _ in straight]
+    assert trace(out) == trace(straight_out)[step:]
+    assert validations(out).items() <= validations(straight_out).items()
+    for (_, rates, samples), (_, all_rates, all_samples) in zip(branched, straight, strict=True):
+        assert rates.items() <= all_rates.items()
+        assert samples.items() <= all_samples.items()
+        assert min(rates) == step + 1
+
+
+def _branched(parent: Path, run_file: Path, step: int, overrides: tuple[str, ...] = ()) -> None:
+    assert main(["branch", str(parent / "out"), "--at", str(step), str(run_file), *overrides]) == 0
+
+
+@pytest.mark.parametrize("step", [4, 8, 10])
+def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_from_the_start(
+    parent: Path, step: int
+) -> None:
+    schedule = {"length": f'"{step + DECAY} steps"', "decay": f'"{DECAY} steps"'}
+    cooldown = write_run(parent, f"cooldown{step}", **schedule)
+    straight = write_run(parent, f"straight{step}", **schedule)
+    _branched(parent, cooldown, step)
+    _same_from(
+        step,
+        run_ranks(run_rank, 2, str(cooldown)),
+        run_ranks(run_rank, 2, str(straight)),
+        parent / f"cooldown{step}",
+        parent / f"straight{step}",
+    )
+    parents = {record["step"]: record["loss"] for record in trace(parent / "out")}
+    ours = {record["step"]: record["loss"] for record in trace(parent / f"cooldown{step}")}
+    assert ours[step + 2] == parents[step + 2]  # the same rates so far
+    assert ours[step + DECAY] != parents[step + DECAY]
+
+
+def test_p13_the_first_step_of_a_branch_has_the_new_schedules_rate_in_every_group(parent: Path) -> None:
+    """The old rates lie in the checkpoint's parameter groups; a branch in the middle of its new decay."""
+    schedule = {"length": '"10 steps"', "decay": '"4 steps"', "shape": '"linear"'}
+    accepting = ('accept_changes=["schedule"]', "schedule.peak=4e-3", "schedule.shape=linear")
+    run_file = write_run(parent, "cooler", **schedule)
+    _branched(parent, run_file, 8, accepting)
+    [(_, rates, _), _] = run_ranks(run_rank, 2, str(run_file), None, accepting)
+    schedule_ahead = load_plan(run_file, accepting).schedule
+    assert rates == {step: [schedule_ahead.rate(step - 1)] * len(rates[9]) for step in (9, 10)}
+    assert rates[9] == [pytest.approx(2e-3)] * len(rates[9])
+    assert len(rates[9]) > 1
+
+
+def test_a_branch_into_longer_sequences_and_another_source_is_the_run_that_had_them_from_the_start(
+    parent: Path,
+) -> None:
+    source = f'math = "{parent}/math"\n[[phases]]\n'
+    changes = {"length": '"12 steps"', "decay": '"4 steps"'}
+    files = [write_run(parent, name, PHASE, **changes) for name in ("longer", "longer_straight")]
+    for file in files:
+        file.write_text(file.read_text().replace("[[phases]]\n", source, 1))
+    _branched(parent, files[0], 8)
+    _same_from(
+        8,
+        run_ranks(run_rank, 2, str(files[0])),
+        run_ranks(run_rank, 2, str(files[1])),
+        parent / "longer",
+        parent / "longer_straight",
+    )
+    assert {record["phase"] for record in trace(parent / "longer")} == {"long"}
+
+
+@pytest.mark.parametrize(
+    ("name", "local"), [("alone", None), ("alone_local", "fast"), ("both_local", "fast")]
+)
+def test_a_branch_on_other_ranks_or_with_folders_of_each_hosts_own_reads_the_same_samples(
+    parent: Path, name: str, local: str | None
+) -> None:
+    run_file = write_run(parent, name)
+    overrides = () if local is None else (f"checkpoint.local={parent}/{name}_{local}",)
+    _branched(parent, run_file, 12, overrides)
+    num_ranks = 2 if name == "both_local" else 1
+    ranks = run_ranks(start, num_ranks, str(run_file), overrides)
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks, ranks[0].stderr
+    assert "12 of 16 steps done" in ranks[0].stdout
+    ours, theirs = trace(parent / name), trace(parent / "out")[12:]
+    assert [_read(record) for record in ours] == [_read(record) for record in theirs]
+    if num_ranks == 2:
+        assert ours == theirs
+
+
+def _read(record: Mapping[str, Any]) -> list[Any]:
+    return [record[key] for key in ("step", "samples", "batch_checksum", "learning_rate")]

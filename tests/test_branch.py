@@ -1,0 +1,338 @@
+"""What the `branch` command makes, what it refuses, and what is told of a branch afterwards."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_pretrain import branch as branch_module
+from ds_pretrain.checkpoint.layout import (
+    DEEPSPEED,
+    MANIFEST,
+    RUN_STATE,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+    step_name,
+)
+from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
+from ds_pretrain.checkpoint.synced import copied_beside
+from ds_pretrain.cli import main
+from ds_pretrain.files import checksum
+from ds_pretrain.plan import load_plan
+from ds_pretrain.preflight import open_inputs
+from ds_pretrain.record import Probe
+from ds_pretrain.run_directory import KnownRun, claim, read_record
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
+from tests.scenario import make_run, write_corpus
+
+SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+ROLLBACK = Rollback(1, 3, 2, "spike", "replay", 1)
+
+
+def make_parent(folder: Path, steps: tuple[int, ...] = (4, 8, 11)) -> Path:
+    """A run of 12 steps that decays from 9 on, with checkpoints as far as a branch looks at them."""
+    run_file = make_run(folder)
+    plan = load_plan(run_file)
+    identity = json.loads(json.dumps(plan.identity(open_inputs(plan).data)))
+    for step in steps:
+        save(folder / "out" / "checkpoints" / step_name(step), step, identity)
+    return folder / "out"
+
+
+def save(folder: Path, step: int, identity: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    state = RunState(step, SkipLedger((Skip("main", 0, 5, "spike", 1, 1),)), rollbacks=(ROLLBACK,))
+    (folder / RUN_STATE).write_text(state.to_json())
+    (folder / DEEPSPEED).write_text("{}")
+    (folder / "rng").mkdir()
+    (folder / SHARD).write_bytes(bytes([step]) * 1000)
+    (folder / "rng" / "rank_00000.pt").write_bytes(b"streams")
+    names = (RUN_STATE, DEEPSPEED, SHARD, "rng/rank_00000.pt")
+    files = {n: FileEntry((folder / n).stat().st_size, checksum(folder / n)) for n in names}
+    manifest = Manifest(
+        step=step,
+        tokens=step * 128,
+        samples=step * 8,
+        world_size=1,
+        zero_stage=3,
+        versions={},
+        created="2026-01-01T00:00:00+00:00",
+        attempt=2,
+        wandb_id="parent-id",
+        overrides=(),
+        identity=identity,
+        files=files,
+        probe=Probe(step, 5.0, 1, 1, 2),
+    )
+    (folder / MANIFEST).write_text(manifest.to_json())
+
+
+def words(folder: Path, step: int, *overrides: str) -> list[str]:
+    """The command for a branch that cools down over 3 steps."""
+    own = ("name=cool", f"out={folder}/cool", f"schedule.length={step + 3} steps", "schedule.decay=3 steps")
+    return ["branch", str(folder / "out"), "--at", str(step), str(folder / "run.toml"), *own, *overrides]
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
+    capsys.readouterr()
+    assert main(command) == 2
+    return capsys.readouterr().err
+
+
+def test_the_new_runs_first_checkpoint_is_the_parents_under_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = make_parent(tmp_path)
+    theirs = out / "checkpoints" / step_name(8)
+    (theirs / CALM).touch()
+    before = (theirs / MANIFEST).read_bytes()
+    assert main(words(tmp_path, 8)) == 0
+    said = capsys.readouterr()
+    ours = tmp_path / "cool" / "checkpoints" / step_name(8)
+    assert f"branched   cool from tiny at step 8: {ours} (linked, no bytes copied)" in said.out
+    assert f"next       ds-pretrain train {tmp_path}/run.toml" in said.out
+    assert said.err == ""
+    assert (theirs / MANIFEST).read_bytes() == before
+    assert os.path.samefile(ours / SHARD, theirs / SHARD)
+    assert sorted(os.listdir(ours.parent)) == [step_name(8)]
+    old, new = (parse_manifest((folder / MANIFEST).read_text()) for folder in (theirs, ours))
+    record = read_record(tmp_path / "cool")
+    assert record is not None
+    changed: dict[str, Any] = {
+        "identity": {**old.identity, "name": "cool"},
+        "wandb_id": record.wandb_id,
+        "attempt": 0,
+    }
+    assert replace(new, overrides=()) == replace(old, **changed)
+    assert record.wandb_id != "parent-id"
+    assert (record.name, record.attempt, record.saved_step, record.num_inherited) == ("cool", 0, 8, 1)
+    assert (ours / CALM).exists()
+    assert not (ours / PINNED).exists()
+
+
+def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = make_parent(tmp_path)
+    root, theirs = out / "checkpoints", out / "checkpoints" / step_name(4)
+    assert main(words(tmp_path, 4)) == 0
+    assert main([*words(tmp_path, 4), "name=other", f"out={tmp_path}/other"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", str(out)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[-2:] == [
+        f"step 4 is pinned: cool ({tmp_path}/cool) began from it",
+        f"step 4 is pinned: other ({tmp_path}/other) began from it",
+    ]
+    prune(root, keep=1, keep_every_steps=None, tell=print)
+    assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
+    line = (
+        f"branched from tiny at step 4: {theirs} (run parent-id, manifest {checksum(theirs / MANIFEST)[:12]}"
+    )
+    for gone, where in ((False, "it is there"), (True, "it is no longer there")):
+        if gone:
+            shutil.rmtree(theirs)
+        assert main(["checkpoints", str(tmp_path / "cool")]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == f"{line}; {where})"
+    assert main(["checkpoints", str(tmp_path / "cool"), "verify"]) == 0  # it does not need the parent
+
+
+def test_the_first_start_compares_once_more_and_records_what_is_another(tmp_path: Path) -> None:
+    make_parent(tmp_path)
+    assert main(words(tmp_path, 8)) == 0
+    manifest = parse_manifest((tmp_path / "cool/checkpoints" / step_name(8) / MANIFEST).read_text())
+    known = KnownRun("step", 8, manifest.attempt, manifest.wandb_id, manifest.identity, 1)
+    plan = load_plan(tmp_path / "run.toml", words(tmp_path, 8)[5:])
+    data = open_inputs(plan).data
+    with pytest.raises(
+        Exception, match=r"`seed` is 9, .*set it back: a branch has its parent's past.*step 8"
+    ):
+        claim(load_plan(tmp_path / "run.toml", [*words(tmp_path, 8)[5:], "seed=9"]), data, known)
+    record = claim(plan, data, known)
+    assert (record.attempt, record.num_inherited) == (1, 1)
+    changes = {(change["field"], change["old"], change["new"]) for change in record.changes}
+    assert changes == {("schedule.length", 12, 11)}
+    assert record.lineage is not None
+    assert (record.lineage.name, record.lineage.step) == ("tiny", 8)
+    (tmp_path / "cool" / "run.json").unlink()  # a lost record is made again from the checkpoint
+    assert claim(plan, data, known).wandb_id == record.wandb_id
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("seed=9", "`seed` is 9, but the run of {folder} was started with 7; set it back: a branch has"),
+        ("schedule.peak=3e-3", "`schedule.peak` is 0.003, but the run of {folder} was started with 0.01"),
+        ("batch.tokens=256", "`batch.tokens` is 256 tokens, but"),
+        ("phases.0.mixture={text = 0.5, code = 0.5}", "`phases.main.mixture.text` is 0.5, but"),
+        ("model.qk_norm=false", "`model.qk_norm` is false, but"),
+        ("phases.0.seq_len=32", "`phases.main.seq_len` is 32, but"),
+        ("sources.code={folder}/../../../text", "`sources.code` is"),
+    ],
+)
+def test_p13_what_is_past_and_differs_is_refused_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, field: str
+) -> None:
+    folder = make_parent(tmp_path) / "checkpoints" / step_name(8)
+    said = refusal(capsys, words(tmp_path, 8, override.replace("{folder}", str(folder))))
+    assert field.format(folder=folder) in said
+    assert not (tmp_path / "cool").exists()
+    assert not (folder / PINNED).exists()
+
+
+def test_what_lies_ahead_may_differ_sources_too(tmp_path: Path) -> None:
+    make_parent(tmp_path)
+    write_corpus(tmp_path / "math", seed=5)
+    text = (tmp_path / "run.toml").read_text()
+    phase = '[[phases]]\nname = "best"\nstart = "8 steps"\nseq_len = 16\nmixture = { math = 1.0 }\n'
+    text = text.replace("[[phases]]", f'math = "{tmp_path}/math"\n[[phases]]').replace(
+        "[valid", f"{phase}[valid"
+    )
+    (tmp_path / "run.toml").write_text(text)
+    assert main(words(tmp_path, 8, "batch.micro_sequences=1", "schedule.floor=0.1")) == 0
+    manifest = parse_manifest((tmp_path / "cool/checkpoints" / step_name(8) / MANIFEST).read_text())
+    assert manifest.probe is None  # its batch is of the new phase
+
+
+def test_a_past_schedule_may_be_another_on_purpose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_parent(tmp_path)
+    peak = "schedule.peak=3e-3"
+    assert 'accept it with accept_changes = ["schedule.peak"]' in refusal(capsys, words(tmp_path, 8, peak))
+    assert main(words(tmp_path, 8, peak, 'accept_changes=["schedule"]')) == 0
+
+
+def _break(folder: Path) -> None:
+    (folder / "out" / "checkpoints" / step_name(8) / SHARD).write_bytes(b"x" * 1000)
+
+
+def _tear(folder: Path) -> None:
+    (folder / "out" / "checkpoints" / step_name(8) / MANIFEST).write_text("{")
+
+
+def _fill(folder: Path) -> None:
+    (folder / "cool").mkdir()
+    (folder / "cool" / "precious.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "at", "overrides", "message"),
+    [
+        (None, 7, (), "has no checkpoint of step 7; it has: 11, 8, 4"),
+        (
+            _break,
+            8,
+            (),
+            f"is broken: the checksum of {SHARD} does not match the manifest; branch from another",
+        ),
+        (_tear, 8, (), "is broken: its manifest or run_state.json cannot be read (Expecting"),
+        (_fill, 8, (), "cool is not empty (precious.txt); give an empty or a new folder"),
+        (None, 8, ("out={folder}/out",), "out is not empty (checkpoints); give an empty or a new folder"),
+        (None, 8, ("name=tiny",), "name = 'tiny' is the parent's; give the branch a name of its own"),
+        (
+            None,
+            8,
+            ("schedule.length=8 steps",),
+            "ends at step 8, and the branch begins at step 8: nothing is",
+        ),
+        (None, 8, ("resume_from={folder}/x",), "x names another beginning than --at; delete it"),
+        (
+            None,
+            8,
+            ("checkpoint.local={folder}/fast", "checkpoint.ship_to=memory://x"),
+            "checkpoint.local and checkpoint.ship_to = memory://x leave no folder that all hosts share",
+        ),
+    ],
+)
+def test_what_cannot_be_branched_is_refused_and_nothing_is_left_behind(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Callable[[Path], None] | None,
+    at: int,
+    overrides: tuple[str, ...],
+    message: str,
+) -> None:
+    make_parent(tmp_path)
+    if prepare is not None:
+        prepare(tmp_path)
+    before = contents(tmp_path)
+    own = [override.format(folder=tmp_path) for override in overrides]
+    assert message in refusal(capsys, words(tmp_path, at, *own))
+    assert contents(tmp_path) == before
+
+
+def test_a_step_in_the_parents_decay_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_parent(tmp_path)
+    command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_sequences=1")
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "WARNING    step 11 lies in the parent's decay, which began at step 9" in said
+
+
+def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parent(tmp_path)
+
+    def refuse(*paths: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(branch_module, "free_bytes", lambda folder: 100)
+        said = refusal(capsys, words(tmp_path, 8))
+        assert "cannot be linked there, and a copy takes" in said
+        assert "where 100 B are free; make room" in said
+        assert contents(tmp_path / "cool") == [".run.lock"]
+    assert main(words(tmp_path, 8)) == 0
+    assert " copied)" in capsys.readouterr().out
+    root = tmp_path / "cool" / "checkpoints"
+    assert not os.path.samefile(
+        root / step_name(8) / SHARD, tmp_path / "out/checkpoints" / step_name(8) / SHARD
+    )
+    assert main(["checkpoints", str(tmp_path / "cool"), "verify"]) == 0
+
+
+def test_a_copy_that_reads_back_as_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parent(tmp_path)
+
+    def refuse(*paths: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    copied = copied_beside
+
+    def flipped(source: Path, target: Path) -> Path:
+        path = copied(source, target)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        return path
+
+    monkeypatch.setattr(branch_module, "copied_beside", flipped)
+    assert "was copied and reads back as something else" in refusal(capsys, words(tmp_path, 8))
+    assert contents(tmp_path / "cool") == [".run.lock"]
+
+
+def test_a_parent_that_cannot_be_written_to_is_branched_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parent(tmp_path)
+
+    def refuse(*words: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(branch_module, "note_branch", refuse)
+    assert main(words(tmp_path, 8)) == 0
+    assert "could not be pinned (Permission denied): its run may prune it" in capsys.readouterr().err
