@@ -16,6 +16,7 @@ from ds_pretrain.monitor.logbook_text import (
     escaped,
     known,
     number,
+    plain,
     sentence,
     when,
     where,
@@ -41,11 +42,11 @@ def of_kind(records: Sequence[Record], *kinds: str) -> list[Record]:
 
 
 def outcome(records: Sequence[Record]) -> str:
-    """How an incident has ended so far: "healed", "came_back", "needs a person" or "open"."""
+    """How an incident has ended so far: "healed", "needs a person", "open", ..."""
     if of_kind(records, "needs_person"):
         return "needs a person"
     ended = of_kind(records, "outcome")
-    return escaped(ended[-1].get("outcome", "ended")) if ended else "open"
+    return plain(ended[-1].get("outcome", "ended")) if ended else "open"
 
 
 def incident(records: Sequence[Record]) -> Iterator[str]:
@@ -64,9 +65,9 @@ def incident(records: Sequence[Record]) -> Iterator[str]:
     for record in of_kind(records, "compared"):
         yield _compared(record)
     for record in of_kind(records, "outcome"):
-        yield f"Outcome ({where(record)}): **{escaped(record.get('outcome', 'unknown'))}**{_after(record)}"
+        yield f"Ended ({where(record)}): {plain(record.get('outcome', 'unknown'))}{_after(record)}"
     if outcome(records) == "open":
-        yield "Outcome: **open**, nothing is recorded of how it ended."
+        yield "Nothing is recorded of how it ended."
 
 
 def verdict(record: Record, observed: Record | None = None) -> Iterator[str]:
@@ -85,12 +86,14 @@ def would_have(observed: Record) -> str:
         done, back = "**a person would have been asked**", "; the next start would go on from step"
     else:
         done, back = f"**{escaped(response or 'roll back')}**", ", back to the checkpoint of step"
-    target = "" if to_step is None else f"{back} {number(to_step)}"
+    is_said = to_step is None or f"step {number(to_step)}" in escaped(reason)
+    target = "" if is_said else f"{back} {number(to_step)}"
     return f"In mode act: {done}{target}{f': {escaped(reason)}' if reason else ''}."
 
 
 def _title(record: Record) -> str:
-    trouble = escaped(record.get("trouble", "trouble of an unknown kind"))
+    trouble = plain(record.get("trouble", "trouble of an unknown kind"))
+    trouble = trouble[:1].upper() + trouble[1:]
     onset = known(record, "onset")
     return trouble + ("." if onset is None else f" since step {number(onset)}.")
 
@@ -149,11 +152,15 @@ def worst_rank(record: Record) -> str | None:
     losses, hosts = by_step[str(step)], record.get("hosts")
     host = f" on {escaped(hosts[rank])}" if isinstance(hosts, list) and rank < len(hosts) else ""
     others = [loss for other, loss in enumerate(losses) if other != rank and math.isfinite(loss)]
-    usual = f"; the median of the others was {median(others):.4g}" if others else "; no other is finite"
-    is_alike = math.isfinite(worst[0]) and worst[0] <= _ALIKE * abs(losses[rank])
-    alike = "The ranks were alike. " if is_alike else ""
+    whose = "the other rank had" if len(losses) == 2 else "the median of the others was"
+    usual = f"; {whose} {median(others):.4g}" if others else "; no other is finite"
+    if math.isfinite(worst[0]) and worst[0] <= _ALIKE * abs(losses[rank]):
+        return (
+            f"The {len(losses):,} ranks were alike: the highest loss furthest from the others was "
+            f"{losses[rank]:.4g} at step {step:,}, of rank {rank}{host}{usual}."
+        )
     return (
-        f"{alike}At step {step:,} rank {rank}{host} stood out most of {len(losses):,} ranks, with a loss of "
+        f"At step {step:,} rank {rank}{host} stood out most of {len(losses):,} ranks, with a loss of "
         f"{losses[rank]:.4g}{usual}."
     )
 
@@ -167,7 +174,8 @@ def _decided(record: Record) -> Iterator[str]:
         if record.get("diagnosis"):
             yield block(str(record["diagnosis"]))
         return
-    target = "" if to_step is None else f", back to the checkpoint of step {number(to_step)}"
+    is_said = to_step is None or f"step {number(to_step)}" in because  # by the reason
+    target = "" if is_said else f", back to the checkpoint of step {number(to_step)}"
     yield f"Decided: **{escaped(record.get('response', 'roll back'))}**{target}{because}."
     skipped = record.get("skipped")
     yield "Skipped: no data." if not skipped else _skipped(skipped)
@@ -215,7 +223,7 @@ def _suspects(record: Record) -> Iterator[str]:
 
 
 def _compared(record: Record) -> str:
-    said = f"Replayed ({when(record)}): **{escaped(record.get('finding', 'no finding'))}**{_after(record)}"
+    said = f"Replayed ({when(record)}): **{plain(record.get('finding', 'no finding'))}**{_after(record)}"
     if (first := record.get("first_difference")) is not None:
         said += f" First difference at step {number(first)}."
     for name in ("ranks", "hosts"):

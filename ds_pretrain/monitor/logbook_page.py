@@ -4,6 +4,7 @@ The newest comes first: a page opens at its top, and what is wrong now has to st
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from ds_pretrain.monitor.logbook_incident import incident, outcome, verdict, would_have
 from ds_pretrain.monitor.logbook_memory import ENDS, STARTS, AnyEntry, Remembered, Small
@@ -15,6 +16,7 @@ from ds_pretrain.monitor.logbook_text import (
     escaped,
     known,
     number,
+    plain,
     ranges,
     sentence,
     when,
@@ -119,7 +121,8 @@ def _parts(entry: AnyEntry) -> Iterator[str]:
         yield f"## Incident {_number_of(entry.records)}"
         yield from incident(entry.records)
     elif entry.kind == "verdict":
-        yield f"## {escaped(first.get('trouble', 'Trouble'))}, no response"
+        trouble = plain(first.get("trouble", "trouble"))
+        yield f"## {trouble[:1].upper()}{trouble[1:]}, no response"
         yield from verdict(first, others[0] if others else None)
     elif entry.kind == "changes":
         yield "## Changed for a start"
@@ -136,19 +139,34 @@ def _change(record: Record) -> str:
 
 def _small(entry: Small) -> Iterator[str]:
     if entry.num_dropped:
-        why = ", ".join(f"{count:,} {escaped(cause)}" for cause, count in entry.causes.most_common(5))
+        why = ", ".join(f"{count:,} for {plain(cause)}" for cause, count in entry.causes.most_common(5))
         steps = ranges(entry.steps, more=entry.num_dropped - len(entry.steps))
         last = where(entry.last_dropped)
         yield f"{counted(entry.num_dropped, 'update')} dropped ({why}): steps {steps}. Last: {last}."
     if entry.num_troubles:
         told = list(entry.troubles.values())
         num_healed = entry.num_healed + sum(r.get("action") == "ok" for r in told)
-        yield f"Troubles seen: {entry.num_troubles:,}; healed by themselves: {num_healed:,}. The last ones:"
-        yield "\n".join(
-            f"- {where(r)}: {escaped(r.get('trouble', 'trouble'))}, "
-            f"{'healed' if r.get('action') == 'ok' else 'watched'}: {_message(r)}"
-            for r in told[::-1][:_MOST_TROUBLES]
+        yield (
+            f"Watched, nothing was done: {counted(entry.num_troubles, 'trouble')}, none grave enough to roll "
+            f"back for; {num_healed:,} seen to heal, what else there was came to nothing or to what stands "
+            "above. The last ones:"
         )
+        yield "\n".join(_watched(told)[-_MOST_TROUBLES:][::-1])
+
+
+def _watched(told: Sequence[Record]) -> list[str]:
+    """A line each; of those of one kind in a row, as a drift has them that comes and goes, the last."""
+    lines = []
+    for kind, group in groupby(told, key=lambda r: (r.get("trouble"), r.get("action") == "ok")):
+        same = list(group)
+        last, is_healed = same[-1], kind[1]
+        before = known(same[0], "first_step", "step")
+        since = f", {len(same):,} times since step {number(before)}" if len(same) > 1 else ""
+        lines.append(
+            f"- {where(last)}: {plain(last.get('trouble', 'trouble'))}, "
+            f"{'healed' if is_healed else 'watched'}{since}: {_message(last)}"
+        )
+    return lines
 
 
 def _single(record: Record, note: str) -> Iterator[str]:

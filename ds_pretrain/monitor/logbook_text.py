@@ -8,6 +8,24 @@ from typing import Any
 from ds_pretrain.monitor.sinks import count
 
 Record = Mapping[str, Any]
+# What the records' words mean: a person reads the page, a program incidents.jsonl.
+_PLAIN = {
+    "blip": "a high loss of one step",
+    "spike": "a spike of the loss",
+    "lasting_spike": "a spike of the loss that lasts",
+    "drift": "a slow rise of the loss",
+    "fall": "a sudden fall of the loss",
+    "norm_rise": "a high gradient norm",
+    "frozen_norm": "a gradient norm that never changes",
+    "non_finite": "a loss or gradient norm that is no number",
+    "worse_than_guessing": "a loss worse than guessing",
+    "wild_norm": "a wild gradient norm",
+    "came_back": "the trouble came back",
+    "passing_fault": "a passing fault",
+    "data_or_state": "the data or the state",
+    "other_ranks": "not to be compared, on another number of ranks",
+    "unknown": "unknown",
+}
 _MOST_TOKENS = 1e18  # a plausible count
 LONGEST_BLOCK = 8000  # characters
 LONGEST_TEXT = 300  # characters of a value that is told in a line
@@ -36,6 +54,11 @@ def block(text: str) -> str:
     lines = ["".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines()]
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return "\n".join([fence, *lines, fence])
+
+
+def plain(value: Any) -> str:
+    """A word of the records in those of a person; one of a later version as it is."""
+    return _PLAIN.get(value, escaped(value)) if isinstance(value, str) else escaped(value)
 
 
 def number(value: Any) -> str:

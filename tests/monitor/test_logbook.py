@@ -330,9 +330,9 @@ def test_months_of_small_things_and_starts_take_no_more_memory_than_a_day(tmp_pa
     assert sizes[199] < 1.01 * sizes[110]
     assert memory.counts["dropped"] == 102_000
     text = page_of(memory, "small")
-    assert "510 updates dropped (490 other, 1 cause " in text
+    assert "510 updates dropped (490 for other, 1 for cause " in text
     assert "steps 299,000 to 299,499 and 10 more. Last: " in text
-    assert "Troubles seen: 110; healed by themselves: 110. The last ones:" in text
+    assert "Watched, nothing was done: 110 troubles, none grave enough to roll back for; 110 seen" in text
     assert "## Small things, steps 299,000 to 299,509" in text
     assert "0 incidents (0 open); 200 starts, the last " in text
     assert "200 older entries are in incidents.jsonl only." in text

@@ -4,14 +4,16 @@ import math
 import random
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from ds_pretrain.attribution import Finding
 from ds_pretrain.monitor.logbook_incident import worst_rank
 from ds_pretrain.monitor.logbook_memory import remembered
 from ds_pretrain.monitor.logbook_page import page as page_of
-from ds_pretrain.monitor.logbook_text import block, escaped, ranges
+from ds_pretrain.monitor.logbook_text import block, escaped, plain, ranges
+from ds_pretrain.verdict import Kind
 
 NASTY = "a|b `x` *y* _z_ <script>\n# [l](javascript:1) \\| ~~~ $m$ &amp; \x1b[31m\u202e\ud800 \u2028end"
 
@@ -92,17 +94,17 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
     text = page(records, "small")
     assert sections(text) == ["Incident 1"]
     for said in (
-        "**lasting_spike since step 1,130.** Outcome: **healed**.",
+        "**A spike of the loss that lasts since step 1,130.** Outcome: **healed**.",
         "2026-09-21 14:18:20 UTC, step 1,160, 4.64B tokens, attempt 1.",
         "Seen: loss 7.0 is 90 spreads above the usual.",
         "At step 1,131 rank 1 on node-b:3 stood out most of 2 ranks, with a loss of 8.5; "
-        "the median of the others was 2.5.",
-        "Decided: **skip**, back to the checkpoint of step 1,000: from the calm checkpoint of step 1,000.",
+        "the other rank had 2.5.",
+        "Decided: **skip**: from the calm checkpoint of step 1,000.",
         "Skipped: 3,000 samples (2,000 of web, 1,000 of code) of phase main, draws 1,000 to 3,999. The exact "
         "ids are in incidents.jsonl; `ds-pretrain audit RUN --skipped` lists them.",
-        "**data_or_state**: the same data spiked again. First difference at step 1,001. Ranks: 1. "
+        "**the data or the state**: the same data spiked again. First difference at step 1,001. Ranks: 1. "
         "Hosts: node-b:3.",
-        "step 1,260, attempt 1): **healed**: 30 healthy steps after it.",
+        "step 1,260, attempt 1): healed: 30 healthy steps after it.",
     ):
         assert said in text
     picture = text.split("```")[1].splitlines()
@@ -114,8 +116,8 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
 
 def test_an_incident_without_an_outcome_is_open() -> None:
     text = page([event("start", 0), rollback(), rollback(2)], "small")
-    assert text.count("Outcome: **open**.") == 2
-    assert text.count("Outcome: **open**, nothing is recorded of how it ended.") == 2
+    assert text.count("Outcome: **open**.") == text.count("Outcome") == 2
+    assert text.count("Nothing is recorded of how it ended.") == 2
     assert "2 incidents (2 open; [2](#incident-2); [1](#incident-1)); 1 start, the last" in text
     assert now(text).startswith("**Now: recovering from incident 2 (")
 
@@ -156,7 +158,7 @@ def test_a_decision_without_a_number_is_shown_like_an_incident() -> None:
     old = {k: v for k, v in rollback().items() if k != "incident"}
     text = page([old, event("needs_person", 5, diagnosis="look here")], "small")
     assert sections(text) == ["Needs a person", "Rollback"]
-    assert "back to the checkpoint of step 1,000" in text
+    assert "Decided: **skip**: from the calm checkpoint of step 1,000." in text
     assert "look here" in section(text, "Needs a person")
 
 
@@ -180,7 +182,7 @@ def test_a_verdict_without_a_response_is_an_entry_with_its_curve() -> None:
         "watchdog", 9, action="roll_back", trouble="drift", onset=3, message="it drifts", curve=curve
     )
     text = page([event("start", 0), said], "small")
-    assert sections(text) == ["drift, no response", "Start"]
+    assert sections(text) == ["A slow rise of the loss, no response", "Start"]
     assert "Nothing was done: the mode was observe, or the start ended right here." in text
     assert "!!!!!!X" in text
     assert "it would have rolled back for it drifts." in now(text)
@@ -200,12 +202,15 @@ def test_spikes_that_healed_and_dropped_updates_are_one_entry_until_something_el
     titles = ["Small things, steps 26 to 26", "Stop on request", "Small things, steps 5 to 20"]
     assert sections(text) == titles
     small = section(text, titles[-1])
-    assert "4 updates dropped (3 wild_norm, 1 non_finite): steps 7 to 9, 12. Last: " in small
-    assert "Troubles seen: 2; healed by themselves: 1." in small
-    assert "spike, healed: healed after 5 steps." in small
+    assert "4 updates dropped (3 for a wild gradient norm, 1 for a loss or gradient norm that is " in small
+    assert "no number): steps 7 to 9, 12. Last: " in small
+    assert (
+        "Watched, nothing was done: 2 troubles, none grave enough to roll back for; 1 seen to heal" in small
+    )
+    assert "a spike of the loss, healed: healed after 5 steps." in small
     assert "loss 9" not in small
-    assert "norm_rise, watched: norm 8." in small
-    assert "1 update dropped (1 cause not recorded): steps 26." in text
+    assert "a high gradient norm, watched: norm 8." in small
+    assert "1 update dropped (1 for cause not recorded): steps 26." in text
 
 
 def test_a_resume_tells_how_many_ranks_there_are_and_were_and_how_the_start_before_ended() -> None:
@@ -307,8 +312,8 @@ def test_the_worst_rank_is_the_first_without_a_finite_loss_else_the_one_furthest
     )
     alike = worst_rank({"rank_losses": {"9": [9.03, 9.034]}})
     assert alike == (
-        "The ranks were alike. At step 9 rank 1 stood out most of 2 ranks, with a loss of 9.034; "
-        "the median of the others was 9.03."
+        "The 2 ranks were alike: the highest loss furthest from the others was 9.034 at step 9, of rank 1; "
+        "the other rank had 9.03."
     )
     late = worst_rank({"rank_losses": {"9": [1.0, 9.0], "10": [1.0, math.nan]}})
     assert late is not None
@@ -422,16 +427,51 @@ def test_what_of_the_plan_changed_is_one_entry_for_a_start_with_a_line_each() ->
 
 def test_what_mode_observe_would_have_done_stands_with_the_verdict() -> None:
     said = event("watchdog", 9, action="roll_back", trouble="drift", onset=3, message="it drifts")
-    would = event("observed", 9, response="skip", to_step=1000, reason="from the calm checkpoint")
+    would = event("observed", 9, response="skip", to_step=1000, reason="from a calm one")
     text = page([said, would], "small")
-    assert sections(text) == ["drift, no response"]
+    assert sections(text) == ["A slow rise of the loss, no response"]
     assert "Nothing was done: the mode is observe." in text
-    done = "In mode act: **skip**, back to the checkpoint of step 1,000: from the calm checkpoint."
+    done = "In mode act: **skip**, back to the checkpoint of step 1,000: from a calm one."
     assert done in text
+    other = page([would | {"reason": "it is so"}], "small")
+    assert "In mode act: **skip**, back to the checkpoint of step 1,000: it is so." in other
     alone = page([would | {"step": 12}, said], "small")
-    assert sections(alone) == ["drift, no response", "Only observed"]
+    assert sections(alone) == ["A slow rise of the loss, no response", "Only observed"]
     assert f"step 12, attempt 1. {done}" in alone
     stop = page([event("observed", 9, response="stop", to_step=None, reason="nothing is left")], "small")
     assert "In mode act: **a person would have been asked**: nothing is left." in stop
     back = page([event("observed", 9, response="stop", to_step=5, reason="it")], "small")
     assert "**a person would have been asked**; the next start would go on from step 5: it." in back
+
+
+def test_a_trouble_that_comes_and_goes_is_one_line_and_nothing_that_is_there_still() -> None:
+    drifts = [
+        event("watchdog", s, action="watch", trouble="drift", onset=s - 9, message=f"rose {s}")
+        for s in (40, 60, 80)
+    ]
+    high = event("watchdog", 90, action="watch", trouble="norm_rise", onset=90, message="norm 8")
+    text = page([*drifts, high, event("finish", 100)], "small")
+    small = section(text, "Small things, steps 40 to 90")
+    assert (
+        "Watched, nothing was done: 4 troubles, none grave enough to roll back for; 0 seen to heal" in small
+    )
+    lines = [line for line in small.splitlines() if line.startswith("- ")]
+    assert len(lines) == 2
+    assert lines[1].endswith("a slow rise of the loss, watched, 3 times since step 40: rose 80.")
+
+
+def test_no_word_of_the_records_is_left_for_a_person_to_read() -> None:
+    kinds = get_args(Kind)
+    records = [
+        event("watchdog", 10 * n, action="watch", trouble=k, onset=n) for n, k in enumerate(kinds, start=1)
+    ]
+    records += [rollback(n, trouble=k) for n, k in enumerate(kinds, start=1)]
+    findings = get_args(Finding)
+    records += [event("compared", incident=n, finding=f) for n, f in enumerate(findings, start=1)]
+    records += [event("outcome", 2000, incident=n, outcome="came_back") for n in range(1, len(kinds) + 1)]
+    text = page([*records, *(event("dropped", 3000, cause=c) for c in ("non_finite", "wild_norm"))], "small")
+    assert not [
+        word for word in (*kinds, *findings, "came_back", "wild_norm") if "_" in word and word in text
+    ]
+    assert text.count("Outcome: **the trouble came back**.") == len(kinds)
+    assert plain("of_a_later_version") == "of_a_later_version"
