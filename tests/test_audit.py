@@ -12,6 +12,7 @@ import pytest
 
 from ds_pretrain.audit import history as history_module
 from ds_pretrain.audit import proof as proof_module
+from ds_pretrain.audit.checked import steps_of_skip
 from ds_pretrain.audit.history import read_history
 from ds_pretrain.audit.run import opened
 from ds_pretrain.checkpoint.layout import step_name
@@ -150,9 +151,9 @@ def test_a_plain_run_is_proved_to_have_trained_each_sample_once(
         "checksums  40 of 40 steps read again from the data",
         "epochs     no sample came twice within one: an epoch is a permutation, and no draw came twice",
         "untrained  0 samples: 0 skipped, 0 dropped",
-        "rollbacks  0, which took back 0 steps (0 tokens)",
-        "restarts   0, which took back 0 steps (0 tokens)",
-        "attempts   1 on 2 ranks",
+        "rollbacks  0",
+        "restarts   0",
+        "attempts   1: number 1 on 2 ranks",
         f"ok         {told.out}",
     ]
 
@@ -166,12 +167,13 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
     assert said.splitlines()[4:-1] == [
         "checksums  40 of 40 steps read again from the data",
         "epochs     no sample came twice within one: counted one by one",
-        "skip 1     main draws [152, 200), 48 samples: lasting_spike, decided at step 24 of attempt 1",
+        "skip 1     main draws [152, 200), 48 samples, which steps 20 to 25 would have read: lasting_spike, "
+        "decided at step 24 of attempt 1",
         "dropped    steps 27 to 28: 16 samples read and not learned from",
         "untrained  64 samples: 48 skipped, 16 dropped",
         "rollbacks  2 (replay, skip), which took back 14 steps (1,792 tokens)",
-        "restarts   1, which took back 0 steps (0 tokens)",
-        "attempts   1 on 2 ranks, 2 on 4 ranks",
+        "restarts   1, which took nothing back",
+        "attempts   2: number 1 on 2 ranks, number 2 on 4 ranks",
     ]
 
 
@@ -218,7 +220,7 @@ def test_a_rollback_that_is_told_after_the_crash_takes_nothing_back(
     told = Told(tmp_path).start().steps(24).back(16, (152, 200), told=False).start(16).retell().steps(40)
     code, said = _audit(capsys, told.write().out)
     assert code == 0, said
-    assert "rollbacks  1 (skip), which took back 0 steps (0 tokens)" in said
+    assert "rollbacks  1 (skip), which took nothing back" in said
     assert "restarts   1, which took back 8 steps (1,024 tokens)" in said
 
 
@@ -524,9 +526,144 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
     assert code == 1
     assert "metrics.jsonl tells of rollback 1 at step 24, and cure.json and the checkpoints know 0" in said
     told.checkpoint()
-    code, said = _audit(capsys, told.out)
-    assert code == 0, said
-    assert "skip 1 " in said
+    state = told.out / "checkpoints" / step_name(30) / "run_state.json"
+    for is_emptied in (False, True):
+        if is_emptied:
+            write_cure(told.out, RunState())
+        code, said = _audit(capsys, told.out)
+        assert code == 1
+        assert "skip 1 " in said
+        assert "not ok     " in said.splitlines()[-1]
+        assert "1 problem" in said.splitlines()[-1]
+        assert (
+            "cure.json is missing, or lists 0 of the 1 rollbacks that the checkpoint of step 30 knows"
+        ) in said
+        assert f'make it anew from "rollbacks" and "skips" of {state}, which are the same' in said
+    known = json.loads(state.read_text())
+    (told.out / "cure.json").write_text(json.dumps({name: known[name] for name in ("rollbacks", "skips")}))
+    assert _audit(capsys, told.out)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [
+        (
+            {"phase": "pain"},
+            "cure.json: skip 1 is of phase 'pain'; expected one of main; put an intact copy back",
+        ),
+        (
+            {"stop": 10**30},
+            "cure.json: skip 1 ends with draw 1,000,000,000,000,000,000,000,000,000,000; expected",
+        ),
+        ({"stop": 901.5}, "cure.json cannot be read (stop = 901.5)"),
+        ({"phase": None}, "cure.json cannot be read (phase = None)"),
+    ],
+)
+def test_a_skip_that_cannot_be_of_the_run_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: dict[str, Any], said: str
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).write()
+    cure = json.loads((told.out / "cure.json").read_text())
+    cure["skips"][0].update(skip)
+    (told.out / "cure.json").write_text(json.dumps(cure))
+    for words in ((), ("--skipped",), ("--step", 20)):
+        code, told_words = _audit(capsys, told.out, *words)
+        assert code == 2
+        assert said in told_words
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": "a"},
+        {"to_step": None},
+    ],
+)
+def test_a_rollback_of_wrong_types_is_said_and_a_checkpoint_with_one_is_no_witness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).checkpoint().write()
+    for path, code in (
+        (told.out / "checkpoints" / step_name(30) / "run_state.json", 0),
+        (told.out / "cure.json", 2),
+    ):
+        data = json.loads(path.read_text())
+        data["rollbacks"][0].update(change)
+        path.write_text(json.dumps(data))
+        found, said = _audit(capsys, told.out)
+        assert found == code, said
+    assert "cure.json cannot be read" in said
+
+
+def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(40).checkpoint().write()
+    (told.out / "checkpoints" / step_name(40) / "run_state.json").write_text("[]")
+    assert _audit(capsys, told.out)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"identity": None}, "run.json: identity is None; expected what the run was started with; put an"),
+        ({"identity": {"sources": [1]}}, "run.json: identity is {'sources': [1]}; expected what"),
+        (
+            {"overrides": [1]},
+            "run.json: overrides are [1]; expected a list of texts; put an intact copy back",
+        ),
+        ({"num_inherited": "x"}, "run.json: num_inherited is 'x'; expected a number of rollbacks"),
+    ],
+)
+def test_a_run_record_of_wrong_types_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    told = Told(tmp_path).start().steps(40).write()
+    record = json.loads((told.out / "run.json").read_text())
+    (told.out / "run.json").write_text(json.dumps(record | change))
+    code, printed = _audit(capsys, told.out)
+    assert code == 2
+    assert said in printed
+
+
+def test_negative_steps_in_the_record_are_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start().steps(24).back(16, (152, 200))
+    told.lines[-1]["to_step"] = -7
+    told.start(16).steps(30)
+    next(line for line in told.lines if line["event"] == "resume")["step"] = -3
+    told.lines.append({**told.lines[-1], "step": -1})
+    code, said = _audit(capsys, told.write().out)
+    assert code == 1
+    for expected in (
+        "rollback 1 is a skip at step 24 to step -7 in metrics.jsonl, and a skip at step 24 to step 16",
+        "attempt 2 is recorded to begin after step -3; expected 0 or more",
+        "step -1 of attempt 2 is recorded; expected steps 1 to 40",
+    ):
+        assert expected in said
+
+
+def test_the_steps_of_a_skip_are_those_that_would_have_read_it(tmp_path: Path) -> None:
+    """By the order itself: of each step under the ledger before the skip, which draws it reads."""
+    told = _lengthened(tmp_path)
+    ledger = told.state.ledger.with_skip(Skip("long", 22, 60, "drift", 40, 1))
+    for number, skip in enumerate(ledger.skips):
+        before = SkipLedger(ledger.skips[:number])
+        segments = [s for s in told.plan.timeline.segments if s.phase == skip.phase]
+        steps = range(segments[0].first_step, segments[-1].end_step)
+        new = {
+            d
+            for d in range(skip.start, skip.stop)
+            if not any(a <= d < b for a, b in before.merged(skip.phase))
+        }
+        reading = [s + 1 for s in steps if new & set(told.sampler.ids(s, before).draw.tolist())]
+        assert steps_of_skip(skip, before, told.plan.timeline) == (reading[0], reading[-1])
+
+
+def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(tmp_path).start(num_ranks=1).steps(40).write()
+    assert "attempts   1: number 1 on 1 rank\n" in _audit(capsys, told.out)[1]
 
 
 def test_a_step_past_the_end_of_the_run_is_a_problem(
@@ -727,7 +864,7 @@ def test_a_run_that_began_from_another_is_audited_from_there(
     record = read_record(told.out)
     assert record is not None
     folder = str(origin.out / "checkpoints" / step_name(30))
-    write_record(told.out, replace(record, origin=folder))
+    write_record(told.out, replace(record, origin=folder, num_inherited=1))
     told.steps(36).back(34, (320, 330)).steps(40).write()
     code, said = _audit(capsys, told.out, "--all")
     assert code == 0, said

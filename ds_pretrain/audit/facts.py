@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ds_pretrain.audit.checked import steps_of_skip
 from ds_pretrain.audit.history import History, Span
 from ds_pretrain.audit.proof import Proof, steps_words
 from ds_pretrain.audit.run import Audited, skip_words
@@ -55,8 +56,9 @@ def _checks(history: History, proof: Proof) -> Iterator[str]:
 def _work_lines(run: Audited, history: History) -> Iterator[str]:
     own = [r.response for r in run.rollbacks[run.num_inherited :] if r.response != "stop"]
     what = f" ({', '.join(own[:_MOST_LISTED])})" if own else ""
-    yield f"rollbacks  {len(own)}{what}, which took back {_work(run, history.rolled_back)}"
-    yield f"restarts   {len(history.worlds) - 1}, which took back {_work(run, history.restarted)}"
+    yield f"rollbacks  {len(own)}{f'{what}, which {_work(run, history.rolled_back)}' if own else ''}"
+    restarts = len(history.worlds) - 1
+    yield f"restarts   {restarts}{f', which {_work(run, history.restarted)}' if restarts else ''}"
     yield f"attempts   {_attempts(history)}"
 
 
@@ -64,9 +66,11 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
     ends = {read.phase: read.draws[-1][1] for read in proof.reads}
     for number, skip in enumerate(run.ledger.skips, 1):
         ahead = "" if skip.stop <= ends.get(skip.phase, 0) else "; the run has not come past it yet"
+        first, last = steps_of_skip(skip, run.ledger_of(number - 1), run.plan.timeline)
         yield (
-            f"skip {number:<6}{skip_words(skip)}, {skip.stop - skip.start:,} samples: {skip.cause}, decided "
-            f"at step {skip.step:,} of attempt {skip.attempt}{ahead}"
+            f"skip {number:<6}{skip_words(skip)}, {skip.stop - skip.start:,} samples, which steps {first:,} "
+            f"to {last:,} would have read: {skip.cause}, decided at step {skip.step:,} of attempt "
+            f"{skip.attempt}{ahead}"
         )
     skipped = sum(
         stop - start
@@ -83,10 +87,15 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
 def _work(run: Audited, spans: Sequence[Span]) -> str:
     before = run.plan.timeline.tokens_before
     steps, tokens = sum(b - a for a, b in spans), sum(before(b) - before(a) for a, b in spans)
-    return f"{steps:,} step{'' if steps == 1 else 's'} ({tokens:,} tokens)"
+    if not steps:
+        return "took nothing back"
+    return f"took back {steps:,} step{'' if steps == 1 else 's'} ({tokens:,} tokens)"
 
 
 def _attempts(history: History) -> str:
-    worlds = [f"{number} on {size or 'unknown'} ranks" for number, size in history.worlds.items()]
-    more = f", ... ({len(worlds)} in all)" if len(worlds) > _MOST_LISTED else ""
-    return ", ".join(worlds[:_MOST_LISTED]) + more
+    worlds = [
+        f"number {number} on {size or 'an unknown number of'} rank{'' if size == 1 else 's'}"
+        for number, size in history.worlds.items()
+    ]
+    more = ", ..." if len(worlds) > _MOST_LISTED else ""
+    return f"{len(worlds)}: {', '.join(worlds[:_MOST_LISTED])}{more}"

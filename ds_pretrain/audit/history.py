@@ -95,7 +95,11 @@ class _Reading:
         if kind in ("start", "resume"):
             size = record.get("world_size")
             self.history.worlds[attempt] = size if isinstance(size, int) and size > 0 else None
-            self._stand(min(step, self._run.plan.last_step))
+            if step < 0:
+                self.history.problems.append(
+                    f"attempt {attempt} is recorded to begin after step {step:,}; expected 0 or more"
+                )
+            self._stand(max(0, min(step, self._run.plan.last_step)))
         elif kind == "rollback":
             self._roll_back(step, record)
         elif kind == "step":
@@ -147,7 +151,7 @@ class _Reading:
             self._compare_skip(incident, record.get("skipped"))
         if record.get("retold") is True:
             return  # after a crash: the starts since then have taken back what was, and trained on from there
-        if isinstance(to_step, int) and to_step < self.history.newest:
+        if isinstance(to_step, int) and 0 <= to_step < self.history.newest:
             self.history.rolled_back.append((to_step, self.history.newest))
             self._go_to(to_step)
 

@@ -5,7 +5,8 @@ from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import RUN_STATE, published
+from ds_pretrain.audit.checked import is_typed, ledger_problems, record_problems
+from ds_pretrain.checkpoint.layout import RUN_STATE, published, step_name
 from ds_pretrain.config import parse_run
 from ds_pretrain.cure import read_cure
 from ds_pretrain.curriculum import open_sampler
@@ -57,6 +58,8 @@ def opened(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited]:
         raise InputError(f"{out} holds no run that was started: expected a run.json and a run.toml in it")
     if not (out / METRICS).is_file():
         raise InputError(f"{out} has no {METRICS}: nothing says which steps were trained; put it back")
+    if problems := list(record_problems(record)):
+        raise InputError([f"{out / 'run.json'}: {problem}; put an intact copy back" for problem in problems])
     words = [*record.overrides, *overrides]
     run = parse_run(read_text(saved, "run file"), words, str(saved))
     with chdir(_standing(out, Path(run.out))):
@@ -86,12 +89,16 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     root = out / "checkpoints" if plan.run.checkpoint.local is None else plan.checkpoints
     newest = _newest_state(root, rollbacks)
     if newest is not None and len(newest.rollbacks) > len(rollbacks):
+        if len(newest.rollbacks) > record.num_inherited:
+            problems.append(_lost_cure(root, len(rollbacks), newest))
         rollbacks, ledger = newest.rollbacks, newest.ledger
     elif newest is not None and len(newest.rollbacks) == len(rollbacks) and newest.ledger != ledger:
         problems.append(
             f"cure.json lists {_skips(ledger)}, and the checkpoint of step {newest.step:,} "
             f"{_skips(newest.ledger)} that are not the same; one of them was changed by hand"
         )
+    if wrong := list(ledger_problems(ledger, plan.timeline)):
+        raise InputError([f"{out / 'cure.json'}: {one}; put an intact copy back" for one in wrong])
     num_skips = sum(rollback.response == "skip" for rollback in rollbacks)
     if num_skips != len(ledger.skips):
         problems.append(
@@ -109,6 +116,16 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         num_inherited=record.num_inherited,
         saved_step=0 if newest is None else newest.step,
         problems=tuple(problems),
+    )
+
+
+def _lost_cure(root: Path, num_known: int, newest: RunState) -> str:
+    """The next start goes on as the checkpoint knows it; but whoever reads cure.json reads something else."""
+    return (
+        f"cure.json is missing, or lists {num_known} of the {len(newest.rollbacks)} rollbacks that the "
+        f"checkpoint of step {newest.step:,} knows; it was deleted, emptied or replaced by an old copy: "
+        f'make it anew from "rollbacks" and "skips" of {root / step_name(newest.step) / RUN_STATE}, '
+        "which are the same"
     )
 
 
@@ -140,7 +157,7 @@ def _newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState | None:
     """Of the newest checkpoint that can be read and was not left by a rollback."""
     for folder in published(root):
         state = _state_of(folder)
-        if state is not None and not is_abandoned(state, rollbacks):
+        if state is not None and is_typed(state) and not is_abandoned(state, rollbacks):
             return state
     return None
 
@@ -148,7 +165,7 @@ def _newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState | None:
 def _state_of(folder: Path) -> RunState | None:
     try:
         return RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
