@@ -8,6 +8,7 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    model_validator,
 )
 
 from ds_pretrain.complaints import explain
@@ -72,12 +74,15 @@ def _source(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+_START = replace(parse_duration("0 steps"), text="0")
+
+
 def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
     """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
     if not isinstance(value, dict) or not value:
         raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
     steps = [
-        (parse_duration("0 steps" if start.strip() == "0" else start), parse_batch_tokens(tokens))
+        (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
         for start, tokens in value.items()
     ]
     if wrong := [start for start, _ in steps if start.unit == "seconds"]:
@@ -121,7 +126,10 @@ Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is fini
 class ModelSection(Section):
     """Which model, and what is added to it."""
 
-    config: FilePath  # a Hugging Face config.json
+    config: FilePath  # a Hugging Face config.json; that of `from` if nothing is said
+    base: Annotated[FilePath | None, Field(alias="from")] = (
+        None  # a model's folder: its weights to begin with
+    )
     qk_norm: bool = False
     z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
     recompute: bool = False
@@ -132,6 +140,13 @@ class ModelSection(Section):
     decay_embeddings: bool = (
         False  # norms, biases and embeddings have no weight decay unless this asks for it
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _config_of_base(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("from"), str) or data.get("config"):
+            return data
+        return {**data, "config": f"{data['from'].rstrip('/')}/config.json"}
 
 
 class CosineSection(Section):

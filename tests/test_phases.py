@@ -1,0 +1,195 @@
+"""Phases and ramps of a run file: the segments they come to, the rates, and what is refused."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_pretrain.config import BatchSection
+from ds_pretrain.errors import InputError
+from ds_pretrain.plan import Plan, check_world, load_plan
+from ds_pretrain.rate_plot import rate_lines
+from ds_pretrain.schedules import Wsd, rule_factor
+from ds_pretrain.timeline import Segment, Stage, make_timeline, parse_duration
+from tests.scenario import make_run
+
+PHASES = """
+[[phases]]
+name = "long"
+start = "{start}"
+seq_len = 32
+mixture = {{ text = 1.0 }}
+[validation]"""
+
+
+def _plan(folder: Path, *changes: tuple[str, str], start: str = "8 steps", **options: Any) -> Plan:
+    run_file = make_run(folder, **options)
+    text = run_file.read_text().replace("[validation]", PHASES.format(start=start), 1)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    run_file.write_text(text)
+    return load_plan(run_file)
+
+
+def _problems(folder: Path, *changes: tuple[str, str], start: str = "8 steps") -> str:
+    with pytest.raises(InputError) as raised:
+        _plan(folder, *changes, start=start)
+    [problem] = raised.value.problems
+    return problem.removeprefix(f"{folder / 'run.toml'}: ")
+
+
+def test_a_ramp_and_phases_in_tokens_resolve_to_segments_that_follow_one_another() -> None:
+    """1,024 tokens a step until 4,096 are read, then 2,048; the second phase from 10,000 tokens on."""
+    zero, later = parse_duration("0 steps"), parse_duration("4096 tokens")
+    stages = [Stage("main", 16), Stage("long", 64, parse_duration("10_000 tokens"))]
+    timeline = make_timeline(stages, [(zero, 1024), (later, 2048)], parse_duration("20_000 tokens"))
+    assert timeline.segments == (
+        Segment("main", 0, 4, 16, 64, 0, 0, 0),
+        Segment("main", 4, 7, 16, 128, 256, 4096, 256),
+        Segment("long", 7, 12, 64, 32, 640, 10240, 0),
+    )
+    assert timeline.last_step == 12
+    assert timeline.total_tokens == 20480
+    assert [timeline.step_at(tokens) for tokens in (0, 1, 1024, 4097, 10_000, 10**9)] == [0, 1, 1, 5, 7, 12]
+    assert timeline.step_at(Fraction(1, 2)) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_tokens_and_samples_convert_as_a_walk_from_the_start_does(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = np.cumsum(random.integers(1, 5, random.integers(1, 4))) * 64
+    length = int(random.integers(60, 90))
+    marks = np.sort(random.choice(np.arange(1, 50), 5, replace=False))
+    ramp = [(parse_duration(f"{0 if i == 0 else marks[i - 1]} steps"), int(s)) for i, s in enumerate(sizes)]
+    stages = [Stage("a", 16), Stage("b", 32, parse_duration(f"{marks[3]} steps"))]
+    if seed % 2:
+        stages.append(Stage("c", 64, parse_duration(f"{marks[4]} steps")))
+    timeline = make_timeline(stages, ramp, parse_duration(f"{length} steps"))
+    tokens = samples = 0
+    draws = {"a": 0, "b": 0, "c": 0}
+    for step in range(length):
+        segment = timeline.at(step)
+        begun = [stage for stage in stages if stage.start is None or stage.start.amount <= step]
+        size = [size for start, size in ramp if start.amount <= step][-1]
+        assert (segment.phase, segment.seq_len) == (begun[-1].name, begun[-1].seq_len)
+        assert segment.tokens_per_step == size
+        assert (timeline.tokens_before(step), timeline.samples_before(step)) == (tokens, samples)
+        assert timeline.trained_draws_before(step) == draws[segment.phase]
+        assert timeline.step_at(tokens) == step
+        tokens, samples = tokens + size, samples + size // segment.seq_len
+        draws[segment.phase] += size // segment.seq_len
+    assert (timeline.total_tokens, timeline.samples_before(length)) == (tokens, samples)
+
+
+def test_p14_a_decay_may_be_tied_to_a_phase_or_given_in_tokens_under_a_ramp(tmp_path: Path) -> None:
+    tied = _plan(tmp_path / "tied", ('decay = "25%"', 'decay = "long"'))
+    assert isinstance(tied.schedule, Wsd)
+    assert (tied.schedule.decay_start, tied.schedule.length) == (8, 12)
+    ramp = ("[batch]\ntokens = 128", '[batch]\nramp = { "0" = 64, "6 steps" = 128 }\ntokens = 128')
+    given = _plan(tmp_path / "given", ramp, ('decay = "25%"', 'decay = "300 tokens"'))
+    assert isinstance(given.schedule, Wsd)
+    assert given.schedule.decay == 3  # 300 of the last 384 tokens, and no fewer
+    warm = _plan(tmp_path / "warm", ramp, ('warmup = "2 steps"', 'warmup = "400 tokens"'))
+    assert warm.schedule.warmup == 7  # six steps of 64, and one of 128
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+def test_the_rate_of_a_smaller_batch_follows_the_rule(tmp_path: Path, rule: Any, factor: float) -> None:
+    assert rule_factor(rule, 64, 128) == pytest.approx(factor, rel=1e-12)
+    ramp = f'[batch]\nrate_rule = "{rule}"\nramp = {{ "0" = 64, "5 steps" = 128 }}\ntokens = 128'
+    plan = _plan(tmp_path, ("[batch]\ntokens = 128", ramp))
+    assert plan.rate(4, 4) == pytest.approx(1e-2 * factor, rel=1e-12)
+    assert plan.rate(5, 5) == 1e-2
+
+
+def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_each(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1"))
+    assert [plan.micro_sequences(step) for step in (0, 7, 8, 11)] == [2, 2, 1, 1]
+    assert check_world(plan, 4, "here") == []
+    wide = _plan(tmp_path / "wide")  # 4 sequences of 32 are two micro-batches of 2: too few for four ranks
+    [problem] = check_world(wide, 4, "here")
+    assert "global batch 4 sequences (128 tokens / seq_len 32), micro-batch 2, world size 4" in problem
+
+
+REFUSED = [
+    ((('name = "long"', 'name = "main"'),), "8 steps", "two phases are called main; give each a name"),
+    (
+        (('name = "main"\n', 'name = "main"\nstart = "2 steps"\n'),),
+        "8 steps",
+        'phases.main.start = "2 steps": the first phase begins with the run; delete it',
+    ),
+    (
+        (('start = "8 steps"\n', ""),),
+        "8 steps",
+        'phase long needs a start, like start = "430_000 steps"',
+    ),
+    ((), "12 steps", "phase long would begin at step 12, and what follows it at step 12: it has no steps"),
+    ((), "0 steps", "phase main would begin at step 0, and what follows it at step 0: it has no steps"),
+    (
+        (("tokens = 128", 'ramp = { "0" = 64, "3 steps" = 96 }\ntokens = 128'),),
+        "8 steps",
+        'batch.ramp ends with 96 tokens from "3 steps" on, and batch.tokens is 128; the last of a ramp',
+    ),
+    (
+        (("tokens = 128", 'ramp = { "0" = 256, "3 steps" = 128 }\ntokens = 128'),),
+        "8 steps",
+        "batch.ramp = 256, 128 tokens; a ramp has to rise",
+    ),
+    (
+        (("tokens = 128", 'ramp = { "0" = 64, "20 steps" = 128 }\ntokens = 128'),),
+        "8 steps",
+        'a batch of 128 tokens from "20 steps" to "12 steps" has no steps',
+    ),
+    (
+        (("tokens = 128", 'ramp = { "0" = 32, "3 steps" = 128 }\ntokens = 128'),),
+        "8 steps",
+        'batch.ramp."0" = 32 is 1 sequences of 32, which no number of ranks divides',
+    ),
+    (
+        (('decay = "25%"', 'decay = "aneal"'),),
+        "8 steps",
+        'schedule.decay = "aneal" is no phase (there are: main, long) and no duration, like "10%"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "start", "message"), REFUSED, ids=[row[2][:40] for row in REFUSED])
+def test_what_phases_and_ramps_contradict_is_said_with_what_to_do(
+    tmp_path: Path, changes: tuple[tuple[str, str], ...], start: str, message: str
+) -> None:
+    assert _problems(tmp_path, *changes, start=start).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "message"),
+    [
+        ("4M", '"4M" is not a ramp; expected { "0" = "1M", "10B tokens" = "2M" }'),
+        ({}, "is not a ramp"),
+        ({"0": "1K", "5 min": "2K"}, '"5 min" is in seconds; expected steps, tokens or percent'),
+        ({"5 steps": "1K"}, 'a ramp begins with "0"; its first key is "5 steps"'),
+        ({"0": "1K", "soon": "2K"}, '"soon" is not a duration'),
+        ({"0": "many"}, '"many" is not a batch size'),
+    ],
+)
+def test_a_ramp_that_cannot_be_read_is_refused(ramp: Any, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        BatchSection.model_validate({"tokens": "4K", "micro_sequences": 1, "ramp": ramp})
+    assert message in str(raised.value)
+
+
+def test_a_ramp_in_percent_is_refused_where_the_steps_are_counted(tmp_path: Path) -> None:
+    ramp = ("tokens = 128", 'ramp = { "0" = 64, "50%" = 128 }\ntokens = 128')
+    assert '"50%" cannot be turned into steps; write steps or tokens' in _problems(tmp_path, ramp)
+
+
+def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ('decay = "25%"', 'decay = "long"'), start="300 steps", steps=400)
+    lines = rate_lines(plan)
+    assert lines[0].startswith("     0.01 ")
+    assert lines[0].count("*") > 40
+    assert lines[-2].startswith("        0 *")
+    assert lines[-1].index("|long") > lines[-1].index("|main") + 50
+    assert rate_lines(load_plan(make_run(tmp_path / "one")))[-1].strip() == "|main-------"
