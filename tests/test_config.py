@@ -237,12 +237,6 @@ def test_a_missing_key_is_named(key: str) -> None:
     assert problems_of("\n".join(lines)) == (f"run.toml: `{key}` is missing",)
 
 
-def test_a_second_phase_is_refused_as_not_there_yet() -> None:
-    second = '[[phases]]\nname = "b"\nseq_len = 8\nmixture = { web = 1.0 }\n'
-    (problem,) = problems_of(MINIMAL + second)
-    assert problem == "run.toml: `phases` has 2 items; this version trains exactly one phase"
-
-
 def test_all_problems_come_in_one_report() -> None:
     overrides = ["schedule.peak=-1", "zzz=1", "batch.tokens=no", "bad"]
     assert len(problems_of(MINIMAL, *overrides)) == 4
