@@ -90,7 +90,7 @@ def _known_keys(path: Sequence[str], location: Sequence[Any], root: type[BaseMod
         if not candidates:  # a name of the user's, like sources.web: stay at what the values are
             continue
         section = candidates[0]
-    return list(section.model_fields)
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:

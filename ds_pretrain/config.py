@@ -126,6 +126,8 @@ Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is fini
 class ModelSection(Section):
     """Which model, and what is added to it."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     config: FilePath  # a Hugging Face config.json; that of `from` if nothing is said
     base: Annotated[FilePath | None, Field(alias="from")] = (
         None  # a model's folder: its weights to begin with

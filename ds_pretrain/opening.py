@@ -5,6 +5,7 @@ import json
 import platform
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -27,6 +28,7 @@ from ds_pretrain.models.build import build_model, rehearse_build
 from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
+from ds_pretrain.models.init import KindReport
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.models.rope_live import rehearse_rope
 from ds_pretrain.monitor.monitor import Monitor
@@ -213,6 +215,7 @@ def _rehearsal_problems(plan: Plan) -> list[str]:
             qk_norm=plan.run.model.qk_norm,
             attention=plan.run.model.attention,
             name=plan.run.model.config,
+            base=plan.base,
         )
         for phase, model in phase_models(plan).items():
             if model != plan.model:
@@ -251,6 +254,7 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
         partition=partition(config),
         gather=gather(config),
         attention=plan.run.model.attention,
+        base=plan.base,
     )
     groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
     masked = plan.run.model.mask_documents
@@ -259,9 +263,7 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
-        drawn = [kind for kind in model.weights if kind.asked_std > 0]
-        off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
-        say(sys.stdout, f"weights    {len(drawn)} kinds drawn, each std within {off:.1%} of what was asked")
+        say(sys.stdout, f"weights    {_weights_line(plan, model.weights)}")
     if masked:
         streams = capture_streams()
         with engine.evaluating():
@@ -270,6 +272,14 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
             )
         restore_streams(streams)
     return engine
+
+
+def _weights_line(plan: Plan, weights: Sequence[KindReport]) -> str:
+    if plan.base is not None:
+        return f"{len(weights)} kinds loaded from {plan.base.folder} (fingerprint {plan.base.fingerprint})"
+    drawn = [kind for kind in weights if kind.asked_std > 0]
+    off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
+    return f"{len(drawn)} kinds drawn, each std within {off:.1%} of what was asked"
 
 
 def open_stages(plan: Plan, engine: Engine, world: World) -> Stages:

@@ -4,16 +4,18 @@
 it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ds_pretrain.base import Base, read_base
 from ds_pretrain.chunk_rule import chunk_lengths
 from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
+from ds_pretrain.past import changed_fields
 from ds_pretrain.reading import parse_json, read_text, shown
 from ds_pretrain.response import Ladder
 from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
@@ -62,6 +64,7 @@ class Plan:
     deepspeed: Mapping[str, Any]
     timeline: Timeline
     schedule: Schedule
+    base: Base | None = None  # weights to begin with
 
     @property
     def out(self) -> Path:
@@ -143,6 +146,7 @@ class Plan:
         identity["sources"] = dict(data)
         identity["deepspeed"] = _trajectory_of(self.deepspeed)
         identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
+        identity["model"]["from"] = None if self.base is None else self.base.fingerprint
         return identity
 
     def _batches(self) -> dict[str, Any]:
@@ -194,6 +198,13 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         model = parse_json(texts["model.config"], run.model.config) if "model.config" in texts else {}
     except InputError as error:
         problems += error.problems
+    base = None
+    try:
+        if run.model.base is not None:
+            base = read_base(Path(run.model.base), f"{path}: model.from")
+            problems += _other_config(run, model, str(path))
+    except InputError as error:
+        problems += error.problems
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
@@ -225,7 +236,21 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         deepspeed=deepspeed,
         timeline=timeline,
         schedule=resolve_schedule(run.schedule, timeline),
+        base=base,
     )
+
+
+def _other_config(run: Run, model: Mapping[str, Any], path: str) -> Iterator[str]:
+    """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
+    own = Path(run.model.base or "") / "config.json"
+    if not model or own == Path(run.model.config):
+        return
+    theirs = parse_json(read_text(own, f"{path}: model.from"), str(own))
+    for key, (before, now) in changed_fields(theirs, model).items():
+        yield (
+            f"{path}: model.config = {run.model.config} says {key} = {shown(now)}, and {own} says "
+            f"{shown(before)}; leave model.config out, or make them equal"
+        )
 
 
 def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:

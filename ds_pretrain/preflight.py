@@ -14,13 +14,14 @@ from ds_pretrain.curriculum import curriculum_lines, data_problems, model_proble
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.sources import check_source, describe_source
+from ds_pretrain.data.tokenizer import base_tokenizer_problems
 from ds_pretrain.data.views import view
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
 from ds_pretrain.interval import advice, advice_lines, spoken, stall_warning
 from ds_pretrain.known_bad import bad_versions, installed_versions
-from ds_pretrain.models.check import check_model
+from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.monitor.timings import read_timings
 from ds_pretrain.plan import Plan, check_world
@@ -91,6 +92,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
         problems += check_source(source, seq_len, vocab_size) if vocab_size else []
     problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
+    problems += _base_problems(plan, inputs)
     problems += directory_problems(plan, inputs.data)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
@@ -219,6 +221,20 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
             f"the sources were prepared with {len(by_hash)} different tokenizers: {groups}; "
             "prepare them with one"
         )
+
+
+def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
+    """What does not go with the weights that the run begins with."""
+    if plan.base is None:
+        return []
+    problems = base_tokenizer_problems(plan.base.folder, _each(inputs))
+    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in plan.base.tensors)
+    if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
+        problems.append(
+            f"{plan.run_path}: model.qk_norm = true adds norms to a model that was trained without them "
+            f"({plan.base.folder}): it would compute something else than it learned; set it to false"
+        )
+    return problems
 
 
 def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 def _keys(section: type[BaseModel], prefix: str = "") -> set[str]:
     keys = set()
-    for name, field in section.model_fields.items():
+    for attribute, field in section.model_fields.items():
+        name = field.alias or attribute
         nested = [m for m in section_models(field.annotation) if m is not SourceSection]
         keys |= {key for m in nested for key in _keys(m, f"{name}.")} if nested else {f"{prefix}{name}"}
     return keys

@@ -136,6 +136,29 @@ def tokenizer_of(source: TokenSource) -> Tokenizer | None:
     )
 
 
+def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
+    """Sources whose ids mean other text than those of the model in `folder`, as far as both say which."""
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    problems: list[str] = []
+    for source in sources:
+        sidecar = source.sidecar or {}
+        if not sidecar.get("tokenizer_hash"):
+            continue
+        try:
+            own = load_tokenizer(str(folder), sidecar.get("eos_token"))
+        except InputError as error:
+            problems += error.problems
+            continue
+        if own.hash != sidecar["tokenizer_hash"]:
+            problems.append(
+                f"{source.prefix} was prepared with the tokenizer {sidecar.get('tokenizer')!r} (hash "
+                f"{sidecar['tokenizer_hash']:.16}), and the model in {folder} was trained with another "
+                f"({own.hash:.16}): the same ids mean other text; prepare it with --tokenizer {folder}"
+            )
+    return list(dict.fromkeys(problems))
+
+
 def paths_of(name: str) -> list[Path]:
     """The folder and the files of a tokenizer on disk, there or to be trained: none of them is a text."""
     path = Path(name)

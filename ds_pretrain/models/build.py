@@ -18,10 +18,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from ds_pretrain.base import Base
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.check import NAME, check_model, family_problem, parse_model_config
 from ds_pretrain.models.groups import owned_parameters, whole_shape
 from ds_pretrain.models.init import Gather, KindReport, initialize
+from ds_pretrain.models.loading import base_problems, load_base
 from ds_pretrain.models.qk_norm import ensure_qk_norm
 from ds_pretrain.models.rope import default_dtype, restore_rotary
 from ds_pretrain.world import World
@@ -51,6 +53,7 @@ def build_model(
     partition: Partition,
     gather: Gather,
     attention: str | None = None,
+    base: Base | None = None,
 ) -> BuiltModel:
     """Build any decoder-only model that Transformers knows, its weights drawn from (seed, name). Collective.
 
@@ -61,6 +64,7 @@ def build_model(
         partition: the context in which modules are constructed, which may partition their parameters.
         gather: makes given parameters whole inside it and keeps what rank 0 writes.
         attention: sdpa, eager, flash_attention_2, ...; None: the best that the family and torch support.
+        base: weights to load instead.
 
     Raises:
         InputError: the config is not one of a decoder-only model, or misspells a key; all problems at once.
@@ -74,9 +78,12 @@ def build_model(
     _train_every_embedding(model)
     restore_rotary(model)
     std = getattr(config, "initializer_range", None) or 0.02
-    weights = initialize(
-        model, seed=seed, std=std, num_layers=config.num_hidden_layers, world=world, gather=gather
-    )
+    if base is not None:
+        weights = load_base(model, base, world, gather)
+    else:
+        weights = initialize(
+            model, seed=seed, std=std, num_layers=config.num_hidden_layers, world=world, gather=gather
+        )
     if recompute:
         set_recompute(model, True)
     num_parameters = sum(prod(whole_shape(parameter)) for _, _, parameter in owned_parameters(model))
@@ -112,12 +119,18 @@ def model_config(config_text: str, *, qk_norm: bool = False, name: str = NAME) -
 
 
 def rehearse_build(
-    config_text: str, *, qk_norm: bool = False, attention: str | None = None, name: str = NAME
+    config_text: str,
+    *,
+    qk_norm: bool = False,
+    attention: str | None = None,
+    name: str = NAME,
+    base: Base | None = None,
 ) -> None:
     """Construct the model without memory for its weights, to learn early whether it can be.
 
     Raises:
-        InputError: it cannot; all that is wrong with the config, or what the model's own code says.
+        InputError: it cannot; all that is wrong with the config, or what the model's own code says, or
+            weights in `base` that do not fit it.
     """
     config_json = parse_model_config(config_text, name)
     config = model_config(config_text, qk_norm=qk_norm, name=name)
@@ -133,6 +146,10 @@ def rehearse_build(
             f'{name}: "{config.model_type}" cannot be built (attention {attention or "automatic"}): '
             f"{type(error).__name__}: {error}"
         ) from error
+    if base is not None:
+        model.tie_weights()
+        if problems := base_problems(model, base):
+            raise InputError(problems)
 
 
 def _without_foreign_tokens(family: str, config_json: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,12 @@ def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) ->
     return tuple(_report(kind, parts) for kind, parts in found.items())
 
 
+def measured(values: Tensor) -> _Asked:
+    """What the weights have to be where they were not drawn: these very values."""
+    moments = _measure(values)
+    return _Asked(moments.mean, moments.std, sampled=False)
+
+
 def kind_of(name: str) -> str:
     """`model.layers.17.mlp.up_proj.weight` -> `model.layers.*.mlp.up_proj.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -1,0 +1,115 @@
+"""The weights of a public model, put into a model of ours parameter by parameter: none is whole for long."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from safetensors import safe_open
+from torch import nn
+
+from ds_pretrain.base import Base
+from ds_pretrain.errors import InputError
+from ds_pretrain.models.groups import is_partitioned, owned_parameters, whole_shape
+from ds_pretrain.models.init import Gather, KindReport, check_weights, measured
+from ds_pretrain.world import World, from_main
+
+# Buffers that older files hold and models compute themselves: causal masks and rotary tables.
+_COMPUTED = re.compile(r"(^|\.)(attn\.(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_SHOWN = 5  # names in a message
+
+
+def load_base(model: Any, base: Base, world: World, gather: Gather) -> tuple[KindReport, ...]:
+    """Fill `model` with the weights of `base`, in the model's own type, and measure what arrived. Collective.
+
+    Read on rank 0 where parameters are partitioned, else on every rank; one parameter at a time.
+
+    Raises:
+        InputError: on every rank, as `base_problems` has them.
+        UninitializedWeightsError: something did not arrive.
+    """
+    if problems := base_problems(model, base):
+        raise InputError(problems)
+    asked, names = {}, _stored_names(model, base)
+    for name, _, parameter in owned_parameters(model):
+        stored = names[name][0]
+        with gather([parameter]):
+            if world.is_main or not is_partitioned(parameter):
+                with safe_open(base.tensors[stored].file, "pt") as file:
+                    values = file.get_tensor(stored).to(parameter.dtype)
+                parameter.data.copy_(values)
+                asked[name] = measured(values)
+    return check_weights(model, from_main(world, asked), gather)
+
+
+def base_problems(model: Any, base: Base) -> list[str]:
+    """Parameters that `base` lacks or has in another shape, and tensors that the model has no place for.
+
+    Also a tied output head that the file has with other values than the embedding's.
+    """
+    names = _stored_names(model, base)
+    shapes = {name: whole_shape(parameter) for name, _, parameter in owned_parameters(model)}
+    missing = [f"{name} {list(shapes[name])}" for name, stored in names.items() if not stored]
+    other = [
+        f"{key} {list(base.tensors[key].shape)}, expected {list(shapes[name])}"
+        for name, stored in names.items()
+        for key in stored
+        if base.tensors[key].shape != shapes[name]
+    ]
+    used = {key for stored in names.values() for key in stored}
+    surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
+    problems = [
+        f"model.from: {base.folder} {what} {len(found)} of the model's tensors: {_listed(found)}"
+        for found, what in ((missing, "lacks"), (other, "has in another shape"))
+        if found
+    ]
+    if surplus:
+        problems.append(
+            f"model.from: {base.folder} has {len(surplus)} tensors that the model of its config.json has no "
+            f"place for: {_listed(surplus)}"
+        )
+    if (missing and surplus) or any("experts" in name for name in missing):
+        problems[-1] += "; names have to be those of the model's own code in the installed Transformers"
+    return problems or list(_untied(names, base))
+
+
+def _stored_names(model: Any, base: Base) -> dict[str, list[str]]:
+    """For each parameter, by its first name: its keys in `base`, of which a tied one may have several."""
+    owned = {id(parameter): name for name, _, parameter in owned_parameters(model)}
+    names: dict[str, list[str]] = {name: [] for name in owned.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for key in _spellings(model, name):
+            if key in base.tensors and key not in names[owned[id(parameter)]]:
+                names[owned[id(parameter)]].append(key)
+                break
+    return names
+
+
+def _spellings(model: Any, name: str) -> Iterator[str]:
+    """A name as the whole model has it, and as a file of its bare body does."""
+    yield name
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if prefix != "." and name.startswith(prefix):
+        yield name.removeprefix(prefix)
+
+
+def _is_computed(model: nn.Module, key: str) -> bool:
+    buffers = {spelling for name, _ in model.named_buffers() for spelling in _spellings(model, name)}
+    return key in buffers or _COMPUTED.search(key) is not None
+
+
+def _untied(names: dict[str, list[str]], base: Base) -> Iterator[str]:
+    for first, *others in (stored for stored in names.values() if len(stored) > 1):
+        for other in others:
+            with (
+                safe_open(base.tensors[first].file, "pt") as one,
+                safe_open(base.tensors[other].file, "pt") as two,
+            ):
+                if not one.get_tensor(first).equal(two.get_tensor(other)):
+                    yield (
+                        f"model.from: {base.folder} has {first} and {other} with different values, and its "
+                        'config ties them; set "tie_word_embeddings" to false there'
+                    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,255 @@
+"""A run that begins with the weights of a public model computes what that model computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_pretrain.cli import main
+from ds_pretrain.curriculum import open_sampler
+from ds_pretrain.data.feed import Feed
+from ds_pretrain.data.tokenizer import load_tokenizer
+from ds_pretrain.engine import initialize_distributed
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED
+from ds_pretrain.models.groups import owned_parameters
+from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.opening import open_run_engine
+from ds_pretrain.plan import load_plan
+from ds_pretrain.preflight import open_inputs
+from ds_pretrain.state import RunState
+from ds_pretrain.world import World
+from tests.ranks import run_ranks
+from tests.runs.golden import trace
+from tests.runs.starts import start
+from tests.scenario import make_run, write_corpus
+
+SMALL = {
+    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": 256,
+}  # fmt: skip
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "tie_word_embeddings": False, "rope_theta": 5e5},
+    "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 8},
+    "gpt2": {
+        "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": 256,
+    },
+}  # fmt: skip
+
+
+def make_base(folder: Path, family: str, **options: Any) -> Any:
+    """A model of random weights, larger than initial ones, saved as public ones are; it, too."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **BASES[family]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **options)
+    return model.eval()
+
+
+def make_run_from(folder: Path, base: Path, more: str = "") -> Path:
+    """A run file whose [model] is the base's."""
+    run_file = make_run(folder, steps=4, batch_tokens=128)
+    text = run_file.read_text().replace(
+        f'config = "{folder}/model.json"\nqk_norm = true', f'from = "{base}"{more}'
+    )
+    run_file.write_text(text)
+    return run_file
+
+
+def _logits(world: World, run_file: str, ids: list[list[int]]) -> Any:
+    """Of the engine as a start opens it, and the share of the weights that this rank holds."""
+    initialize_distributed(world)
+    plan = load_plan(run_file)
+    engine = open_run_engine(plan, world)
+    tensors = torch.tensor(ids)
+    with engine.evaluating(), torch.no_grad():
+        logits = engine.logits(tensors, None)
+    weights: list[Any] = [weight for _, _, weight in owned_parameters(engine.module)]
+    large = [weight for weight in weights if weight.ds_numel > 1024]
+    held, whole = sum(w.ds_tensor.numel() for w in large), sum(w.ds_numel for w in large)
+    return logits.tolist(), held / whole
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {"max_shard_size": "20KB"}), ("qwen3", {}), ("gpt2", {})]
+)
+def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    model = make_base(tmp_path / "base", family, **options)
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    ids = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits
+    for logits, _ in run_ranks(_logits, 2, str(run_file), ids.tolist()):
+        torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-4)
+
+    ranks = run_ranks(start, 2, str(run_file), ("schedule.warmup=0 steps",))
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2, ranks[0].stderr
+    assert f"kinds loaded from {tmp_path}/base (fingerprint " in ranks[0].stdout
+    assert "drawn" not in ranks[0].stdout
+    first = trace(tmp_path / "out")[0]
+    assert first["loss"] == pytest.approx(_first_loss(load_plan(run_file), model), abs=1e-5)
+    identity = json.loads((tmp_path / "out" / "run.json").read_text())["identity"]["model"]
+    base = load_plan(run_file).base
+    assert base is not None
+    assert identity["from"] == base.fingerprint
+    assert next(r["event"] for r in read_metrics(tmp_path / "out/metrics.jsonl")) == "start"
+    [again] = run_ranks(start, 1, str(run_file), ("schedule.warmup=0 steps",))
+    assert "all 4 steps are done" in again.stdout
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    model.save_pretrained(tmp_path / "base", **options)
+    [again] = run_ranks(start, 1, str(run_file), ("schedule.warmup=0 steps",))
+    assert f'but the run in {tmp_path}/out was started with "{base.fingerprint}"' in again.stderr
+
+
+def _first_loss(plan: Any, model: Any) -> float:
+    """Of the first batch, by plain Transformers."""
+    inputs = open_inputs(plan)
+    with Feed(open_sampler(plan, inputs.sources), inputs.sources, World(), {"main": 2}, False) as feed:
+        batch = feed.at(RunState())
+        total, count = 0.0, 0
+        for micro in batch.micro_batches:
+            with torch.no_grad():
+                logits = model(micro.input_ids).logits.float()
+            valid = micro.labels >= 0
+            total += torch.nn.functional.cross_entropy(
+                logits[valid], micro.labels[valid], reduction="sum"
+            ).item()
+            count += int(valid.sum())
+    return total / count
+
+
+def test_a_body_without_the_heads_prefix_and_with_computed_buffers_is_taken(tmp_path: Path) -> None:
+    """As openai-community/gpt2 is laid out."""
+    model = make_base(tmp_path / "base", "gpt2")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    save_file(tensors, file)
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    ids = [[1, 2, 3, 4]]
+    [(logits, _)] = run_ranks(_logits, 1, str(run_file), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.tensor(logits), model(torch.tensor(ids)).logits, atol=1e-5, rtol=1e-4
+        )
+
+
+def test_the_weights_are_never_whole_on_a_rank(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    settings = json.loads((tmp_path / "deepspeed.json").read_text())
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    (tmp_path / "deepspeed.json").write_text(json.dumps(settings))
+    for _, held in run_ranks(_logits, 2, str(run_file), [[1, 2]]):
+        assert held <= 0.51
+
+
+def test_weights_that_do_not_fit_are_named_before_anything_is_made(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", "qwen3")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 32)
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(64, 32)
+    save_file(tensors, file)
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    ranks = run_ranks(start, 2, str(run_file))
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    said = ranks[0].stderr
+    assert "lacks 1 of the model's tensors: model.layers.1.mlp.up_proj.weight [64, 32]" in said
+    assert (
+        "in another shape 1 of the model's tensors: model.layers.0.mlp.up_proj.weight [3, 32], expected [64"
+        in said
+    )
+    assert "has 1 tensors that the model of its config.json has no place for: model.layers.7" in said
+    assert not (tmp_path / "out" / "run.json").exists()
+
+    save_file(load_file(file) | {"lm_head.weight": torch.zeros(257, 32)}, file)
+    make_base(tmp_path / "tied", "qwen3")
+    tied = load_file(tmp_path / "tied" / "model.safetensors") | {"lm_head.weight": torch.zeros(257, 32)}
+    save_file(tied, tmp_path / "tied" / "model.safetensors")
+    run_file = make_run_from(tmp_path, tmp_path / "tied")
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert "and lm_head.weight with different values, and its config ties them" in ended.stderr
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run_file: Path, *overrides: str) -> str:
+    capsys.readouterr()
+    assert main(["check", str(run_file), *overrides]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    assert main(["check", str(run_file)]) == 0
+    assert "is no folder; name one with a config.json" in refusal(
+        capsys, run_file, f"model.from={tmp_path}/no"
+    )
+    file = tmp_path / "base" / "model.safetensors"
+    whole = file.read_bytes()
+    for cut, reason in (
+        (len(whole) - 9, "bytes, its header says"),
+        (50, "ends in its header"),
+        (3, "ends in its"),
+    ):
+        file.write_bytes(whole[:cut])
+        assert reason in refusal(capsys, run_file)
+    file.write_bytes(b"\xff" * 100)
+    assert "does not begin as a safetensors file does" in refusal(capsys, run_file)
+    file.unlink()
+    assert "model.safetensors or model.safetensors.index.json, and has neither" in refusal(capsys, run_file)
+    (tmp_path / "base" / "pytorch_model.bin").touch()
+    assert "has only pickles (pytorch_model.bin), which can run code; convert" in refusal(capsys, run_file)
+    (tmp_path / "base" / "model.safetensors.index.json").write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in refusal(capsys, run_file)
+
+
+def test_what_does_not_go_with_the_learned_weights_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base", "\nqk_norm = true")
+    said = refusal(capsys, run_file)
+    assert "model.qk_norm = true adds norms to a model that was trained without them" in said
+    own = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**own, "num_hidden_layers": 3}))
+    said = refusal(capsys, run_file, f"model.config={tmp_path}/model.json")
+    assert f"model.json says num_hidden_layers = 3, and {tmp_path}/base/config.json says 2; leave" in said
+    (tmp_path / "model.json").write_text(json.dumps(own))
+    assert main(["check", str(run_file), f"model.config={tmp_path}/model.json", "model.qk_norm=false"]) == 0
+    assert "unknown key `model.base`" in refusal(capsys, run_file, f"model.base={tmp_path}")
+
+
+def test_p41_the_tokenizer_of_the_model_has_to_be_that_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    vocabulary = {f"t{i}": i for i in range(256)} | {"<eos>": 256}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(tmp_path / "base" / "tokenizer.json"))
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    right = load_tokenizer(str(tmp_path / "base"))
+    names = ("text", "code", "held_out")
+    for digest, code in ((right.hash, 0), ("f" * 64, 2)):
+        for seed, name in enumerate(names):
+            sidecar = {"tokenizer": "elsewhere", "tokenizer_hash": digest, "eos_token": "<eos>"}
+            write_corpus(tmp_path / name, seed, sidecar=sidecar)
+        capsys.readouterr()
+        assert main(["check", str(run_file)]) == code
+    said = capsys.readouterr().err
+    assert "was prepared with the tokenizer 'elsewhere' (hash ffffffffffffffff), and the model in" in said
+    assert f"the same ids mean other text; prepare it with --tokenizer {tmp_path}/base" in said
