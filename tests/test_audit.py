@@ -593,6 +593,10 @@ def test_a_rollback_of_wrong_types_is_said_and_a_checkpoint_with_one_is_no_witne
         found, said = _audit(capsys, told.out)
         assert found == code, said
     assert "cure.json cannot be read" in said
+    (told.out / "cure.json").unlink()
+    found, said = _audit(capsys, told.out)
+    assert found == 1
+    assert "cure.json and the checkpoints know 0" in said
 
 
 def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
@@ -648,6 +652,7 @@ def test_the_steps_of_a_skip_are_those_that_would_have_read_it(tmp_path: Path) -
     """By the order itself: of each step under the ledger before the skip, which draws it reads."""
     told = _lengthened(tmp_path)
     ledger = told.state.ledger.with_skip(Skip("long", 22, 60, "drift", 40, 1))
+    ledger = ledger.with_skip(Skip("main", 50, 64, "drift", 40, 1))
     for number, skip in enumerate(ledger.skips):
         before = SkipLedger(ledger.skips[:number])
         segments = [s for s in told.plan.timeline.segments if s.phase == skip.phase]
