@@ -51,7 +51,9 @@ def poison() -> int:
     noise = np.random.default_rng(0)
     stream = np.memmap(source.prefix.with_name("train.bin"), dtype=source.dtype, mode="r+")
     for sample in samples:
-        stream[sample * phase.seq_len : (sample + 1) * phase.seq_len] = noise.integers(128, 256, phase.seq_len)
+        stream[sample * phase.seq_len : (sample + 1) * phase.seq_len] = noise.integers(
+            128, 256, phase.seq_len
+        )
     stream.flush()
     return len(samples)
 
