@@ -180,12 +180,12 @@ def _begin(plan: Plan, parent: Parent, record: RunRecord, target: Path) -> str:
     building = target.with_name(target.name + PARTIAL)
     try:
         num_copied = _brought(parent, building)
+        write_record(plan.out, record)  # before the manifest: a start after a kill here knows the lineage
         write_atomic(building / MANIFEST, _manifest(plan, parent, record).to_json())
         if (parent.folder / CALM).exists():
             (building / CALM).touch()
         for folder in {building, *(path.parent for path in building.rglob("*"))}:
             sync_folder(folder)
-        write_record(plan.out, record)
         write_point("publish branch")
         building.rename(target)
         sync_folder(target.parent)

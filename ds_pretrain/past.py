@@ -35,7 +35,7 @@ def past_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int | Non
 def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:
     section, _, rest = path.partition(".")
     if section == "schedule":
-        return not _same_rates(old[section], new[section], step)
+        return rest in _altering(old[section], new[section], step)
     if section == "batch":
         return rest == "rate_rule" or _met_batches(old[section], step) != _met_batches(new[section], step)
     if section == "chunk_tokens":
@@ -58,6 +58,19 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
 def _met_batches(batch: Mapping[str, Any], step: int) -> list[Any]:
     """The batches that the first `step` steps had: [first_step, tokens] each."""
     return [piece for piece in batch.get("ramp") or [[0, batch["tokens"]]] if piece[0] < step]
+
+
+def _altering(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
+    """The fields that alter rates of the past: those that do alone, or all where it takes several."""
+    if _same_rates(old, new, step):
+        return []
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    alone = [
+        key
+        for key in changed
+        if key not in old or key not in new or not _same_rates(old, {**old, key: new[key]}, step)
+    ]
+    return alone or changed
 
 
 def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:

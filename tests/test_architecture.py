@@ -25,9 +25,9 @@ LAYERS: dict[str, int] = {
     for layer, names in enumerate(
         [
             "errors files reading world rank_files credentials",
-            "attribution base chunk_rule config curves judged complaints paths timeline schedules state record plan "
-            "rate_plot run_problems past interval shares response watchdog watchdog_memory watchdog_plot "
-            "robust deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
+            "attribution chunk_rule config curves judged complaints paths timeline schedules state record "
+            "plan rate_plot run_problems past interval shares response watchdog watchdog_memory "
+            "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
             "curriculum stages preflight opening probing incidents suspects healing saving shipping step "
             "evaluation train sample launch watchdog_replay audit branch",

@@ -70,3 +70,23 @@ def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
     assert past_changes(new, longer, 103)
     assert past_changes(OLD, new, 103)
     assert past_changes({**OLD, "schedule": {"kind": "old"}}, OLD, 1)  # what nobody knows any more
+
+
+def test_of_a_schedule_only_what_alters_past_rates_is_told() -> None:
+    """A branch shortens the run on purpose; what it got wrong is the peak."""
+    new = deepcopy(OLD)
+    new["schedule"] |= {"length": 700, "decay": 100, "peak": 1e-4}
+    assert list(past_changes(OLD, new, 500)) == ["schedule.peak"]
+    new["schedule"]["peak"] = OLD["schedule"]["peak"]
+    assert past_changes(OLD, new, 601) == {}
+    assert set(past_changes(OLD, new, 602)) == {"schedule.length"}  # the new decay has begun
+
+
+def test_a_source_is_of_the_past_once_a_phase_has_drawn_from_it() -> None:
+    old = {**OLD, "sources": {"web": "a", "math": "b"}}
+    new = {**deepcopy(OLD), "sources": {"web": "a", "math": "c", "books": "d"}}
+    new["phases"]["anneal"] = ANNEAL
+    assert past_changes(old, new, 800) == {}
+    changed = {**new, "sources": {"web": "x"}}
+    assert past_changes(old, changed, 1) == {"sources.web": ("a", "x")}
+    assert "sources.math" in past_changes(old, new, 801)

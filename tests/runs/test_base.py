@@ -26,7 +26,7 @@ from ds_pretrain.world import World
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.starts import start
-from tests.scenario import make_run, write_corpus
+from tests.scenario import deepspeed_json, make_run, write_corpus
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -35,6 +35,7 @@ SMALL = {
 }  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "tie_word_embeddings": False, "rope_theta": 5e5},
+    "mixtral": {**SMALL, "tie_word_embeddings": False, "num_local_experts": 4},
     "qwen3": {**SMALL, "tie_word_embeddings": True, "head_dim": 8},
     "gpt2": {
         "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
@@ -153,6 +154,28 @@ def test_the_weights_are_never_whole_on_a_rank(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.json").write_text(json.dumps(settings))
     for _, held in run_ranks(_logits, 2, str(run_file), [[1, 2]]):
         assert held <= 0.51
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, True), (3, True)])
+def test_it_is_the_same_in_each_stage_and_rounded_once_in_bf16(
+    tmp_path: Path, stage: int, bf16: bool
+) -> None:
+    model = make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    (tmp_path / "deepspeed.json").write_text(json.dumps(deepspeed_json(stage, bf16)))
+    ranks = run_ranks(start, 2, str(run_file), ("schedule.warmup=0 steps",))
+    assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2, ranks[0].stderr
+    expected = _first_loss(load_plan(run_file), model)
+    assert trace(tmp_path / "out")[0]["loss"] == pytest.approx(expected, abs=2e-3 if bf16 else 1e-5)
+
+
+def test_a_family_whose_files_have_another_layout_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """Mixtral's experts are stored one by one, and computed fused."""
+    make_base(tmp_path / "base", "mixtral")
+    [ended] = run_ranks(start, 1, str(make_run_from(tmp_path, tmp_path / "base")))
+    assert ended.code == EXIT_BAD_INPUT
+    assert "model.layers.0.mlp.experts.gate_up_proj [4, 128, 32]" in ended.stderr
+    assert "names have to be those of the model's own code in the installed Transformers" in ended.stderr
 
 
 def test_weights_that_do_not_fit_are_named_before_anything_is_made(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _branched(parent: Path, run_file: Path, step: int, overrides: tuple[str, ...
 
 @pytest.mark.parametrize("step", [4, 8, 10])
 def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_from_the_start(
-    parent: Path, step: int
+    parent: Path, step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     schedule = {"length": f'"{step + DECAY} steps"', "decay": f'"{DECAY} steps"'}
     cooldown = write_run(parent, f"cooldown{step}", **schedule)
@@ -86,6 +86,9 @@ def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_f
         parent / f"cooldown{step}",
         parent / f"straight{step}",
     )
+    capsys.readouterr()
+    assert main(["audit", str(parent / f"cooldown{step}"), "--all"]) == 0
+    assert f"steps 1 to {step} are of that run; audit it for them" in capsys.readouterr().out
     parents = {record["step"]: record["loss"] for record in trace(parent / "out")}
     ours = {record["step"]: record["loss"] for record in trace(parent / f"cooldown{step}")}
     assert ours[step + 2] == parents[step + 2]  # the same rates so far
