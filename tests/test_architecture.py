@@ -27,7 +27,8 @@ LAYERS: dict[str, int] = {
             "errors files reading world rank_files credentials",
             "attribution chunk_rule config curves judged complaints paths timeline schedules state record "
             "plan rate_plot run_problems past interval shares response watchdog watchdog_memory "
-            "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values veto known_bad verdict watchdog_norm",
+            "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
+            "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
             "curriculum stages preflight opening probing incidents suspects healing saving shipping step "
             "evaluation train sample launch watchdog_replay audit branch",
