@@ -142,7 +142,7 @@ class Plan:
         identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
         identity["batch"] = self._batches()  # how a rank takes its share may change
         identity["chunk_tokens"] = self.chunk_tokens
-        identity["phases"] = {phase["name"]: self._phase(phase) for phase in fields["phases"]}
+        identity["phases"] = {phase.name: self.phase_identity(phase.name) for phase in self.run.phases}
         identity["sources"] = dict(data)
         identity["deepspeed"] = _trajectory_of(self.deepspeed)
         identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
@@ -160,9 +160,11 @@ class Plan:
             batch["rate_rule"] = self.run.batch.rate_rule
         return batch
 
-    def _phase(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: fields[key] for key in ("seq_len", "mixture", "rope")}
-        return {"first_step": self.timeline.phase_start(fields["name"]), **kept}
+    def phase_identity(self, name: str) -> dict[str, Any]:
+        """What fixes the trajectory through a phase, as plain types."""
+        [phase] = [phase for phase in self.run.phases if phase.name == name]
+        kept = phase.model_dump(mode="json", include={"seq_len", "mixture", "rope"})
+        return {"first_step": self.timeline.phase_start(name), **kept}
 
     def may_change(self, path: str) -> bool:
         """True if a start may give the field another value on purpose."""

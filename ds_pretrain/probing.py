@@ -52,6 +52,10 @@ def check_probe(
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
+    phase = plan.phase_at(saved.step).name
+    before = manifest.identity.get("phases", {}).get(phase)
+    if before is not None and before["rope"] != plan.phase_identity(phase)["rope"]:
+        return f"its loss cannot be compared: phase {phase}, which begins there, has other positions now"
     there = RunState(saved.step, state.ledger)
     batches, checksum = feed.first_micro_batches(there, saved.num_ranks, saved.micro_sequences)
     if checksum != saved.checksum:

@@ -379,7 +379,7 @@ def test_all_problems_are_reported_at_once_by_each_command(
     errors = capsys.readouterr().err
     assert code == EXIT_BAD_INPUT
     assert "ds-pretrain: 4 problems:\n" in errors
-    for piece in ("offset 600", "`seed` is 8", "`phases` is ", "mixture weight of 'text'"):
+    for piece in ("offset 600", "`seed` is 8", "`phases.main.mixture.text` is ", "mixture weight of 'text'"):
         assert f"{piece}" in errors
     assert listing(tmp_path) == before
 

@@ -12,6 +12,7 @@ from ds_pretrain import evaluation as evaluation_module
 from ds_pretrain.data.validation import validation_batches
 from ds_pretrain.evaluation import evaluate
 from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.opening import open_run_engine, prepare_inputs, validation_sets
 from ds_pretrain.plan import load_plan
 from ds_pretrain.world import World
@@ -174,6 +175,8 @@ def _retrieve(world: World, run_file: str) -> Any:
     [sets] = validation_sets(plan, prepare_inputs(plan, world)).values()
     engine = open_run_engine(plan, world)
     streams = torch.get_rng_state().tolist()
+    logits = engine.logits
+    engine.logits = lambda *a: (torch.rand(1), logits(*a))[1]  # type: ignore[method-assign]  # as a model may
     found, plain = evaluate(engine, sets, 2, world, True), evaluate(engine, sets, 2, world)
     again = evaluate(engine, sets, 2, world, True)
     return found, again, plain, torch.get_rng_state().tolist() == streams
@@ -196,3 +199,19 @@ def test_retrieval_is_the_same_on_any_number_of_ranks_and_moves_nothing(tmp_path
         assert still
         for length, scores in first.items():
             assert found.retrieval["held_out"][length] == pytest.approx(scores, abs=1e-5)
+
+
+def test_a_run_puts_positions_and_keys_on_file_where_it_is_asked_to(tmp_path: Path) -> None:
+    for name, asked in (("asked", ("validation.retrieval=true",)), ("plain", ())):
+        run_file = make_run(tmp_path / name, steps=4, batch_tokens=256)
+        overrides = ("phases.0.seq_len=64", "batch.micro_sequences=1", "validation.every=4 steps", *asked)
+        run_ranks(run_rank, 2, str(run_file), None, overrides)
+    asked_for, plain = (
+        next(r for r in read_metrics(tmp_path / name / "out/metrics.jsonl") if r["event"] == "validation")
+        for name in ("asked", "plain")
+    )
+    assert list(plain["by_position"]["held_out"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert "retrieval" not in plain
+    assert list(asked_for["retrieval"]["held_out"]) == ["64"]
+    for key in ("losses", "by_position"):
+        assert asked_for[key] == plain[key]

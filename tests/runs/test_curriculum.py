@@ -1,6 +1,7 @@
 """One run file of several phases: killed anywhere, it is the run that was never killed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ds_pretrain.cli import main
 from ds_pretrain.cure import read_cure
 from ds_pretrain.curriculum import model_text
 from ds_pretrain.models import rope_live
+from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.sample import trained_model
 from tests.ranks import KILLED, run_ranks
@@ -121,3 +123,20 @@ def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind
     assert (skip.phase, skip.stop) == ("main", 24 * 8)
     assert [record["phase"] for record in trace(tmp_path / "out")] == ["main"] * 24 + ["long"] * 16
     assert main(["audit", str(tmp_path / "out"), "--all"]) == 0  # each sample once, and no token twice
+
+
+def test_positions_that_change_right_behind_a_checkpoint_are_no_fault_of_its_weights(tmp_path: Path) -> None:
+    """Its loss was computed with the positions that the next phase had then."""
+    run_file = make_curriculum(tmp_path)
+    assert run_ranks(run_rank, 1, str(run_file), LONG + 3, allow_kill=True) == [KILLED]
+    for step in range(LONG + 1, LAST):
+        shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{step:09d}", ignore_errors=True)
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    (tmp_path / "out" / "run.json").write_text(json.dumps({**record, "saved_step": LONG}))
+    run_file.write_text(run_file.read_text().replace("theta = 8e4", "theta = 1e5"))
+    run_ranks(run_rank, 1, str(run_file))
+    [resumed] = [r for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if r["event"] == "resume"]
+    assert resumed["step"] == LONG
+    assert resumed["probe"] == (
+        "its loss cannot be compared: phase long, which begins there, has other positions now"
+    )
