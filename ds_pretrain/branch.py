@@ -71,8 +71,8 @@ def branch(root: Path, step: int, plan: Plan) -> None:
     lock = RunLock(plan)
     lock.take()
     try:
-        _note(parent, plan)
         how = _begin(plan, parent, record, target)
+        _note(parent, plan)
     finally:
         lock.release()
     print(f"branched   {plan.run.name} from {parent.name} at step {step:,}: {target} ({how})")

@@ -85,8 +85,8 @@ def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
         (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
         for start, tokens in value.items()
     ]
-    if wrong := [start for start, _ in steps if start.unit == "seconds"]:
-        raise ValueError(f'"{wrong[0]}" is in seconds; expected steps, tokens or percent')
+    if wrong := [start for start, _ in steps if start.unit not in ("steps", "tokens")]:
+        raise ValueError(f'"{wrong[0]}" is in {wrong[0].unit}; expected steps or tokens')
     if steps[0][0].amount != 0:
         raise ValueError(f'a ramp begins with "0"; its first key is "{steps[0][0]}"')
     return tuple(steps)

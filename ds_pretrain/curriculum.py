@@ -6,13 +6,14 @@ from contextlib import suppress
 from typing import Any
 
 from ds_pretrain.chunk_rule import chunk_problems
+from ds_pretrain.config import PhaseSection
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import usage_lines, usage_problems
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.masking_check import masking_problems
 from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
-from ds_pretrain.models.rope_settings import describe_rope, with_rope
+from ds_pretrain.models.rope_settings import describe_rope, has_rope, with_rope
 from ds_pretrain.plan import Plan
 
 
@@ -46,8 +47,10 @@ def model_problems(plan: Plan) -> Iterator[str]:
     model: dict[str, Any] = dict(plan.model)
     for index, phase in enumerate(plan.run.phases):
         where = f"{plan.run_path}: phases.{phase.name}"
-        if index == 0 and phase.rope is None:
-            yield from _length_problems(plan, where)
+        if (index == 0 and phase.rope is None) or not has_rope(plan.model):
+            yield from _length_problems(plan, phase, where)
+            if phase.rope is not None:
+                yield from rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope")
         elif problems := rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope"):
             yield from problems
             return
@@ -84,10 +87,10 @@ def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator
     yield from usage_lines(open_sampler(plan, sources), sources)
 
 
-def _length_problems(plan: Plan, where: str) -> Iterator[str]:
-    """The first phase has to fit into the model as its config has it."""
+def _length_problems(plan: Plan, phase: PhaseSection, where: str) -> Iterator[str]:
+    """The first phase, and each of a model with learned positions, has to fit into the model as it is."""
     key = "max_position_embeddings" if "max_position_embeddings" in plan.model else "n_positions"
-    limit, seq_len = plan.model.get(key), plan.run.phases[0].seq_len
+    limit, seq_len = plan.model.get(key), phase.seq_len
     if isinstance(limit, int) and seq_len > limit:
         yield (
             f"{where}.seq_len = {seq_len:,} is longer than {key} = {limit:,} in {plan.run.model.config}; "

@@ -216,6 +216,7 @@ def _rehearsal_problems(plan: Plan) -> list[str]:
             attention=plan.run.model.attention,
             name=plan.run.model.config,
             base=plan.base,
+            recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
         )
         for phase, model in phase_models(plan).items():
             if model != plan.model:

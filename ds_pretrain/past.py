@@ -6,7 +6,7 @@ Identities are those of `Plan.identity`: plain types, with phases, batches and s
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ds_pretrain.schedules import Cosine, Schedule, Wsd
+from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
 
 Changes = dict[str, tuple[Any, Any]]
 _COMPARED_RATES = 1000  # evenly spread over the past, beside every corner of both schedules
@@ -37,7 +37,7 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
     if section == "schedule":
         return rest in _altering(old[section], new[section], step)
     if section == "batch":
-        return rest == "rate_rule" or _met_batches(old[section], step) != _met_batches(new[section], step)
+        return _met_batches(old[section], step) != _met_batches(new[section], step)
     if section == "chunk_tokens":
         return any(
             rest in phase["mixture"] and phase["first_step"] < step for phase in old["phases"].values()
@@ -49,15 +49,18 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
             for phase in identity["phases"].values()
         )
     if section == "phases":
-        name = rest.partition(".")[0]
+        names = {*old[section], *new[section]}  # which may hold dots
+        name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len)
         phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]
         return bool(min(phase["first_step"] for phase in phases) < step)
     return True
 
 
 def _met_batches(batch: Mapping[str, Any], step: int) -> list[Any]:
-    """The batches that the first `step` steps had: [first_step, tokens] each."""
-    return [piece for piece in batch.get("ramp") or [[0, batch["tokens"]]] if piece[0] < step]
+    """The batches that the first `step` steps had: first step, tokens, what the rate was multiplied by."""
+    rule, full = batch.get("rate_rule", "none"), batch["tokens"]
+    pieces = batch.get("ramp") or [[0, full]]
+    return [(first, size, rule_factor(rule, size, full)) for first, size in pieces if first < step]
 
 
 def _altering(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:

@@ -221,7 +221,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         str(path),
         peak=run.schedule.peak,
         sequences=sequences,
-        micro_sequences=run.batch.micro_sequences,
+        micro_sequences=micro_sequences(run, run.phases[0]),
         accumulation=run.batch.accumulation,
     )
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))

@@ -103,8 +103,8 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
             plan.run.deepspeed,
             plan.run_path,
             peak=plan.run.schedule.peak,
-            sequences=plan.timeline.segments[0].sequences,
-            micro_sequences=plan.run.batch.micro_sequences,
+            sequences=plan.run.batch.tokens // plan.run.phases[0].seq_len,
+            micro_sequences=plan.micro_sequences(0),
             accumulation=plan.run.batch.accumulation,
             world_size=world_size,
         )
@@ -187,7 +187,8 @@ def _read_at(plan: Plan, inputs: Inputs) -> Iterator[tuple[TokenSource, int]]:
     for name, source in inputs.sources.items():
         lengths = {phase.seq_len for phase in plan.run.phases if name in phase.mixture}
         yield from ((source, seq_len) for seq_len in sorted(lengths or {plan.run.phases[0].seq_len}))
-    yield from ((source, plan.run.phases[0].seq_len) for source in inputs.validation.values())
+    lengths = {phase.seq_len for phase in plan.run.phases}
+    yield from ((source, n) for source in inputs.validation.values() for n in sorted(lengths))
 
 
 def _each(inputs: Inputs) -> list[TokenSource]:

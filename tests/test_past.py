@@ -46,6 +46,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("phases.anneal", ANNEAL, 801),
         ("batch.ramp", [[0, 1024], [400, 4096]], 301),
         ("batch.ramp", [[0, 2048], [300, 4096]], 1),
+        ("batch.rate_rule", "sqrt", 1),
     ],
 )
 def test_a_change_is_of_the_past_from_the_step_on_that_it_would_have_altered(
@@ -56,6 +57,28 @@ def test_a_change_is_of_the_past_from_the_step_on_that_it_would_have_altered(
     for step in (0, 1, max(0, first_bound - 1), first_bound, 1000):
         assert bool(past_changes(OLD, new, step)) == (step >= first_bound), step
     assert past_changes(OLD, new, None)
+
+
+def test_a_ramp_ahead_may_be_added_and_one_that_scales_rates_of_the_past_may_not() -> None:
+    plain = {**OLD, "batch": {"tokens": 4096}}
+    ramped = {**OLD, "batch": {"tokens": 8192, "ramp": [[0, 4096], [300, 8192]], "rate_rule": "none"}}
+    assert not past_changes(plain, ramped, 300)
+    assert past_changes(plain, ramped, 301)
+    linear = {**OLD, "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "rate_rule": "linear"}}
+    larger = {
+        **OLD,
+        "batch": {**linear["batch"], "tokens": 8192, "ramp": [*linear["batch"]["ramp"], [700, 8192]]},
+    }
+    assert set(past_changes(linear, larger, 100)) == {"batch.tokens", "batch.ramp"}  # an eighth, not a fourth
+    assert not past_changes({**OLD, "batch": {**linear["batch"], "rate_rule": "none"}}, OLD, 100)
+
+
+def test_a_phase_name_may_hold_dots() -> None:
+    dotted = {**OLD, "phases": {"main": OLD["phases"]["main"], "v1.0": OLD["phases"]["long"]}}
+    assert not past_changes(OLD, dotted, 600)
+    assert set(past_changes(OLD, dotted, 601)) == {"phases.long", "phases.v1.0"}
+    longer = {**dotted, "phases": {**dotted["phases"], "v1.0": {**OLD["phases"]["long"], "seq_len": 128}}}
+    assert set(past_changes(dotted, longer, 601)) == {"phases.v1.0.seq_len"}
 
 
 def test_both_values_are_told() -> None:

@@ -10,10 +10,11 @@ import pytest
 from ds_pretrain.config import BatchSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import Plan, check_world, load_plan
+from ds_pretrain.preflight import find_problems, open_inputs
 from ds_pretrain.rate_plot import rate_lines
 from ds_pretrain.schedules import Wsd, rule_factor
 from ds_pretrain.timeline import Segment, Stage, make_timeline, parse_duration
-from tests.scenario import make_run
+from tests.scenario import deepspeed_json, make_run, write_corpus
 
 PHASES = """
 [[phases]]
@@ -168,7 +169,8 @@ def test_what_phases_and_ramps_contradict_is_said_with_what_to_do(
     [
         ("4M", '"4M" is not a ramp; expected { "0" = "1M", "10B tokens" = "2M" }'),
         ({}, "is not a ramp"),
-        ({"0": "1K", "5 min": "2K"}, '"5 min" is in seconds; expected steps, tokens or percent'),
+        ({"0": "1K", "5 min": "2K"}, '"5 min" is in seconds; expected steps or tokens'),
+        ({"0": "1K", "50%": "2K"}, '"50%" is in percent; expected steps or tokens'),
         ({"5 steps": "1K"}, 'a ramp begins with "0"; its first key is "5 steps"'),
         ({"0": "1K", "soon": "2K"}, '"soon" is not a duration'),
         ({"0": "many"}, '"many" is not a batch size'),
@@ -180,11 +182,6 @@ def test_a_ramp_that_cannot_be_read_is_refused(ramp: Any, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_a_ramp_in_percent_is_refused_where_the_steps_are_counted(tmp_path: Path) -> None:
-    ramp = ("tokens = 128", 'ramp = { "0" = 64, "50%" = 128 }\ntokens = 128')
-    assert '"50%" cannot be turned into steps; write steps or tokens' in _problems(tmp_path, ramp)
-
-
 def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ('decay = "25%"', 'decay = "long"'), start="300 steps", steps=400)
     lines = rate_lines(plan)
@@ -193,3 +190,31 @@ def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:
     assert lines[-2].startswith("        0 *")
     assert lines[-1].index("|long") > lines[-1].index("|main") + 50
     assert rate_lines(load_plan(make_run(tmp_path / "one")))[-1].strip() == "|main-------"
+
+
+def test_learned_positions_must_reach_every_phase_and_held_out_text_too(tmp_path: Path) -> None:
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": 257,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+    }
+    plan = _plan(tmp_path, ("qk_norm = true\n", ""), model=gpt2)
+    [problem] = find_problems(plan, open_inputs(plan), 1, "here")
+    assert "phases.long.seq_len = 32 is longer than n_positions = 16" in problem
+    (tmp_path / "run" / "short").mkdir(parents=True)
+    write_corpus(tmp_path / "run" / "short" / "held_out", 2, num_documents=1)
+    short = ('held_out" }', 'short/held_out" }')
+    plan = _plan(tmp_path / "run", short, ("seq_len = 32", "seq_len = 64"))
+    assert any(
+        "fewer than one sample of 64 + 1" in p for p in find_problems(plan, open_inputs(plan), 1, "here")
+    )
+
+
+def test_p30_no_size_of_the_json_fits_what_a_ramp_is_not(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, deepspeed=deepspeed_json(train_batch_size=8))
+    assert find_problems(plan, open_inputs(plan), 1, "here") == []
+    with pytest.raises(InputError, match="train_batch_size"):
+        _plan(tmp_path / "other", deepspeed=deepspeed_json(train_batch_size=4))

@@ -125,6 +125,7 @@ def rehearse_build(
     attention: str | None = None,
     name: str = NAME,
     base: Base | None = None,
+    recompute: bool = False,
 ) -> None:
     """Construct the model without memory for its weights, to learn early whether it can be.
 
@@ -139,6 +140,7 @@ def rehearse_build(
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
             if qk_norm:
                 ensure_qk_norm(model, config_json)
+            set_recompute(model, recompute)
     except InputError:
         raise
     except Exception as error:  # nothing but the config can be the cause here
