@@ -8,7 +8,7 @@ step goes first, so weights, moments and buffers are there before anything is co
 long step needs beyond them. On a CPU that is the growth of the resident set, with an allocator that gives
 large blocks back at once; on a GPU, torch's own count. Bar: 0.35.
 
---train: a byte-level Llama of 0.4M parameters on the source of Python's standard library, two ranks. After
+--train: a byte-level Llama of 0.36M parameters on the source of Python's standard library, two ranks. After
 a main phase at 256 one run goes on with a long phase at 1,024, with a higher theta and long documents; the
 other goes on at 256 for as many tokens. The loss on positions 256 to 1,024 of held-out files, in samples of
 1,024: after the long phase / before it, and with it / without it. Bars: 0.9 each.
