@@ -93,7 +93,9 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
     problems += _base_problems(plan, inputs)
-    problems += directory_problems(plan, inputs.data)
+    saved = [step_of(folder.name) for folder in published(plan.checkpoints)]
+    newest = max((step for step in saved if step is not None), default=None)
+    problems += directory_problems(plan, inputs.data, newest)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
     if world_size is not None:

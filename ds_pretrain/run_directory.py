@@ -81,10 +81,11 @@ def read_record(out: Path) -> RunRecord | None:
         ) from error
 
 
-def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
+def directory_problems(plan: Plan, data: Mapping[str, str], newest_step: int | None = None) -> list[str]:
     """Why this plan cannot go on in its run directory; empty if it can, or if the directory is new.
 
-    `data` describes the content of each source.
+    `data` describes the content of each source. `newest_step` is that of the newest checkpoint there is: a
+    kill may have come between its publication and the note of it in the record.
     """
     try:
         record = read_record(plan.out)
@@ -92,7 +93,10 @@ def directory_problems(plan: Plan, data: Mapping[str, str]) -> list[str]:
         return list(error.problems)
     if problem := folder_problem(plan.out, f"{plan.run_path}: out"):
         return [problem]
-    return _foreign_files(plan) if record is None else differences(plan, record, data)
+    if record is None:
+        return _foreign_files(plan)
+    steps = [step for step in (record.saved_step, newest_step) if step is not None]
+    return differences(plan, replace(record, saved_step=max(steps, default=None)), data)
 
 
 def _foreign_files(plan: Plan) -> list[str]:
@@ -215,7 +219,7 @@ def claim(
     Raises:
         InputError: the directory or the checkpoint is of another run, or the checkpoints are lost.
     """
-    problems = directory_problems(plan, data)
+    problems = directory_problems(plan, data, None if known is None else known.step)
     if problems:
         raise InputError(problems)
     identity = json.loads(json.dumps(plan.identity(data)))

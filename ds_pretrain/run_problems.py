@@ -131,6 +131,7 @@ def _batches(run: Run) -> list[tuple[str, int]]:
 def _batch_problems(run: Run, phase: PhaseSection, name: str, tokens: int) -> Iterator[str]:
     whole, rest = divmod(tokens, phase.seq_len)
     micro = micro_sequences(run, phase)
+    key = "batch.micro_sequences" if phase.micro_sequences is None else f"phases.{phase.name}.micro_sequences"
     if rest or not whole:
         lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
         nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
@@ -142,7 +143,7 @@ def _batch_problems(run: Run, phase: PhaseSection, name: str, tokens: int) -> It
         nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
         yield (
             f"{name} = {tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
-            f"number of ranks divides into whole micro-batches of batch.micro_sequences = {micro:,}; "
+            f"number of ranks divides into whole micro-batches of {key} = {micro:,}; "
             f"nearest {name}: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
         )
     elif run.batch.accumulation is not None and whole // micro % run.batch.accumulation:

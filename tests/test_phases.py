@@ -116,6 +116,12 @@ def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_
 
 
 REFUSED = [
+    (
+        (("seq_len = 32", "seq_len = 32\nmicro_sequences = 3"),),
+        "8 steps",
+        "batch.tokens = 128 is 4 sequences of 32, which no number of ranks divides into whole micro-batches "
+        "of phases.long.micro_sequences = 3",
+    ),
     ((('name = "long"', 'name = "main"'),), "8 steps", "two phases are called main; give each a name"),
     (
         (('name = "main"\n', 'name = "main"\nstart = "2 steps"\n'),),

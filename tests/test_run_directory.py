@@ -186,6 +186,20 @@ def test_a_change_of_what_the_run_is_has_to_be_meant(
     assert f"`{field}`" in refusal(run_file)
 
 
+def test_past_is_what_the_newest_checkpoint_has_though_a_kill_kept_it_from_being_noted(
+    tmp_path: Path,
+) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    note_saved(tmp_path / "out", 4)
+    changed = ("schedule.decay=6 steps",)  # the decay would have begun at step 6
+    assert directory_problems(load_plan(run_file, changed), {}, 4) == []
+    [problem] = directory_problems(load_plan(run_file, changed), {}, 8)
+    assert "`schedule.decay` is 6 steps" in problem
+    assert "`schedule.decay` is 6 steps" in refusal(run_file, *changed, found_step=8)
+    assert start(run_file, *changed, found_step=4).changes[-1]["field"] == "schedule.decay"
+
+
 AHEAD = "[[phases]]\nname = 'long'\nstart = '8 steps'\nseq_len = 32\nmixture = { text = 1.0 }\n[validation]"
 
 
