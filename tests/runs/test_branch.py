@@ -1,15 +1,19 @@
 """A run that branches off another is, bit for bit, the run that had its plan from the start."""
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_pretrain import branch
 from ds_pretrain.cli import main
 from ds_pretrain.errors import EXIT_FINISHED
 from ds_pretrain.plan import load_plan
-from tests.ranks import run_ranks
+from ds_pretrain.world import World
+from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace, validations
 from tests.runs.starts import start
 from tests.scenario import LLAMA, make_run, write_corpus
@@ -148,3 +152,24 @@ def test_a_branch_on_other_ranks_or_with_folders_of_each_hosts_own_reads_the_sam
 
 def _read(record: Mapping[str, Any]) -> list[Any]:
     return [record[key] for key in ("step", "samples", "batch_checksum", "learning_rate")]
+
+
+def _killed_before_it_is_published(world: World, words: list[str]) -> None:
+    def point(name: str) -> None:
+        if name == "publish branch":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    vars(branch)["write_point"] = point  # in a process that ends with the test
+    main(words)
+
+
+def test_a_branch_that_is_killed_before_its_checkpoint_has_a_name_never_begins_at_step_0(
+    parent: Path,
+) -> None:
+    run_file = write_run(parent, "killed")
+    words = ["branch", str(parent / "out"), "--at", "8", str(run_file)]
+    assert run_ranks(_killed_before_it_is_published, 1, words, allow_kill=True) == [KILLED]
+    [ended] = run_ranks(start, 1, str(run_file))
+    steps = [record["step"] for record in trace(parent / "killed")]
+    assert (ended.code, steps) == (EXIT_FINISHED, [*range(9, STEPS + 1)])  # the start gave it its name
+    assert "step_000000008 was whole and had not got its name when it was saved" in ended.stderr

@@ -13,7 +13,7 @@ from ds_pretrain.checkpoint.places import Places, Problem, assembled
 from ds_pretrain.checkpoint.saves import publish
 from ds_pretrain.cli import main
 from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_FINISHED
+from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
 from ds_pretrain.world import World
 from tests.checkpoint.test_layout import MANIFEST
 from tests.ranks import run_ranks
@@ -140,8 +140,8 @@ def _sick_with(world: World, run_file: str, fault: Fault, what: str) -> Any:
 def test_a_rollback_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(_sick_with, 2, str(run_file), Fault("passing", 22), "full")
-    assert [code for code, _, _ in ranks] == [EXIT_FAILED] * 2
-    assert "the rollback cannot be written down, so it is not made" in ranks[0][1]
+    assert [code for code, _, _ in ranks] == [EXIT_CANNOT_SAVE] * 2
+    assert "so it is not made: [Errno 28]" in ranks[0][1]
 
 
 def test_a_checkpoint_that_cannot_be_gone_back_to_is_named_and_an_older_one_taken(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def _start_with_another_model(world: World, run_file: str, overrides: tuple[str,
     patch = pytest.MonkeyPatch()
     logits = ZeroEngine.logits
 
-    def scaled(self: ZeroEngine, input_ids: Tensor) -> Tensor:
-        return logits(self, input_ids) * 1.01
+    def scaled(self: ZeroEngine, *inputs: Tensor | None) -> Tensor:
+        return logits(self, *inputs) * 1.01
 
     patch.setattr(ZeroEngine, "logits", scaled)
     ended = start(world, run_file, overrides)
