@@ -45,7 +45,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path, leave_bytes: int) -> None:
     """Take all room on the disk but so much."""
-    with (disk / BALLAST).open("wb") as file, suppress(OSError):
+    with suppress(OSError), (disk / BALLAST).open("wb") as file:  # closing it writes what is left, too
         file.write(bytes(max(0, free_bytes(disk) - leave_bytes)))
 
 
