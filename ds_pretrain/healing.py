@@ -71,8 +71,8 @@ class Watchdog:
     ) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
-        if verdict.roll_back:
-            self._unknown = True  # the memory is blank now, if the run goes on regardless
+        if verdict.roll_back:  # the memory is blank now, if the run goes on regardless
+            self._unknown = self._plan.run.watchdog.mode == "observe"
         elif is_warm(self._plan.run.watchdog, memory.loss):
             self._unknown = False
         # One usual loss in a spike may be luck; who does not judge cannot call anything healthy.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from time import perf_counter
 from types import TracebackType
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.sampler import SampleIds, Sampler
+from ds_pretrain.data.sampler import SampleIds, Sampler, checksums
 from ds_pretrain.record import IGNORED
 from ds_pretrain.state import RunState, SkipLedger
 from ds_pretrain.world import World, uses_gpu
@@ -124,7 +123,7 @@ class Feed:
             if self._mask_documents
             else None
         )
-        checksum = sum(crc32(row.tobytes()) for row in rows)
+        checksum = sum(checksums(rows))
         micro = self._micro_at(state.step)
         per_rank = ceil(len(rows) / self._world.size / micro) * micro
         mine = np.arange(self._world.rank * per_rank, min((self._world.rank + 1) * per_rank, len(rows)))
@@ -159,7 +158,7 @@ class Feed:
                 for at in [slice(i, i + micro)]
             ),
             num_valid_tokens=num_valid,
-            checksums=tuple(crc32(row.tobytes()) for row in rows),
+            checksums=checksums(rows),
         )
 
 

@@ -84,7 +84,7 @@ class Sampler:
     def skipped(self, skip: Skip, ledger: SkipLedger = NO_SKIPS) -> SampleIds:
         """What an entry of the ledger leaves out, by rising draw."""
         draws = np.arange(skip.start, skip.stop, dtype=np.uint64)
-        return self.at_draws(skip.phase, self.seq_len_of(skip.phase), draws, skip.step, ledger)
+        return self.at_draws(skip.phase, self.timeline.seq_len_of(skip.phase), draws, skip.step, ledger)
 
     def starts(self, phase: str, ledger: SkipLedger) -> dict[str, Position]:
         """Where the phases before have left each source of a phase: as many steps as there are phases."""
@@ -98,17 +98,13 @@ class Sampler:
 
     def moved(self, starts: Mapping[str, Position], phase: str, draws: int) -> dict[str, Position]:
         """Where `draws` draws of a phase leave the sources that it takes of those in `starts`."""
-        mixture, seq_len = self.mixtures[phase], self.seq_len_of(phase)
+        mixture, seq_len = self.mixtures[phase], self.timeline.seq_len_of(phase)
         counts = zip(mixture.names, mixture.draws_of_source_before(draws), strict=True)
         return {
             name: self.chunks[name].after(starts[name], seq_len, count)
             for name, count in counts
             if name in starts
         }
-
-    def seq_len_of(self, phase: str) -> int:
-        """Tokens of a sample of a phase."""
-        return self.timeline.seq_len_of(phase)
 
 
 def checksums(rows: NDArray[np.int64]) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
     """The use of every source in every phase, in the order of phases. Each source must hold a chunk."""
     uses = []
     for phase, trained in _phases(sampler).items():
-        mixture, seq_len = sampler.mixtures[phase], sampler.seq_len_of(phase)
+        mixture, seq_len = sampler.mixtures[phase], sampler.timeline.seq_len_of(phase)
         starts, draws = sampler.starts(phase, ledger), int(ledger.draws(phase, trained, 1)[0])
         ends = sampler.moved(starts, phase, draws)
         counts = zip(mixture.names, mixture.draws_of_source_before(draws), strict=True)

@@ -75,7 +75,7 @@ def _left_out_tokens(walked: Walk, case: Case, name: str, epoch: int) -> int:
     position, chunks = Position(), sampler.chunks[name]
     for phase in phases:
         counts = Counter(source for source, _, _ in walked.drawn[phase])
-        seq_len = sampler.seq_len_of(phase)
+        seq_len = sampler.timeline.seq_len_of(phase)
         if counts[name] and position.draws and position.seq_len != seq_len:
             end = chunks.end_of_window(position)
             unread = round((end - chunks.chunks_before(position)) * chunks.chunk_tokens)
