@@ -61,6 +61,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
+def counted(amount: int, one: str, several: str | None = None) -> str:
+    """ "1 sequence", "1,200 sequences"; `several` where it is not `one` with an s."""
+    return f"{amount:,} {one if amount == 1 else several or f'{one}s'}"
+
+
 def _json_name(value: Any) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,10 +1,25 @@
 """What a run file contradicts itself in, found before anything else is read. Pure."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import lcm
 from os.path import abspath
 
 from ds_pretrain.config import PhaseSection, Run, WsdSection
-from ds_pretrain.timeline import MOST, Duration, Timeline, Unit, to_steps, worlds_that_divide
+from ds_pretrain.reading import counted
+from ds_pretrain.timeline import (
+    MOST,
+    Duration,
+    Layout,
+    Sizes,
+    Stage,
+    Timeline,
+    Unit,
+    lay_out,
+    parse_duration,
+    to_steps,
+    worlds_that_divide,
+)
 
 # What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
 CHANGEABLE = (
@@ -20,9 +35,11 @@ CHANGEABLE = (
 
 def contradictions(run: Run) -> Iterator[str]:
     """What the sections of a run file say against one another."""
+    if problems := list(start_problems(run)):
+        yield from problems  # and which batches a phase meets is not known
+    else:
+        yield from _batch_problems(run)
     for phase in run.phases:
-        for name, tokens in _batches(run):
-            yield from _batch_problems(run, phase, name, tokens)
         for source in phase.mixture:
             if source not in run.sources:
                 yield (
@@ -122,36 +139,82 @@ def first_steps(duration: Duration, timeline: Timeline) -> int:
     return to_steps(duration, 1, timeline.last_step)
 
 
-def _batches(run: Run) -> list[tuple[str, int]]:
-    """Every size of a batch, and what it is called."""
-    ramp = run.batch.ramp or ()
-    return [("batch.tokens", run.batch.tokens), *((f'batch.ramp."{at}"', size) for at, size in ramp[:-1])]
+def layout(run: Run) -> tuple[list[Stage], Sizes, Layout]:
+    """Phases, sizes of the batch, and the steps at which each begins."""
+    stages = [Stage(phase.name, phase.seq_len, phase.start) for phase in run.phases]
+    sizes = run.batch.ramp or ((parse_duration("0 steps"), run.batch.tokens),)
+    return stages, sizes, lay_out(stages, sizes, run.schedule.length)
 
 
-def _batch_problems(run: Run, phase: PhaseSection, name: str, tokens: int) -> Iterator[str]:
-    whole, rest = divmod(tokens, phase.seq_len)
-    micro = micro_sequences(run, phase)
-    key = "batch.micro_sequences" if phase.micro_sequences is None else f"phases.{phase.name}.micro_sequences"
-    if rest or not whole:
-        lower, upper = whole * phase.seq_len, (whole + 1) * phase.seq_len
-        nearest = f"{lower:,} or {upper:,}" if lower else f"{upper:,}"
+def start_problems(run: Run) -> Iterator[str]:
+    """Phases and sizes of the batch that have no steps, or no start."""
+    stages, sizes, laid = layout(run)
+    phases = [(f"phases.{run.phases[0].name}", 0)]
+    for stage, step in zip(stages[1:], laid.stages[1:], strict=True):
+        if stage.start is None:
+            yield f'phases.{stage.name} needs a start, like start = "430_000 steps"'
+        else:
+            phases.append((f'phases.{stage.name}.start = "{stage.start}"', step))
+    ramp = [(f'batch.ramp."{start}"', step) for (start, _), step in zip(sizes, laid.batches, strict=True)]
+    for marks in (phases, ramp):
+        for (before, earlier), (name, step) in pairwise(marks):
+            if step >= laid.end:
+                yield (
+                    f'{name} is step {step:,}, and schedule.length = "{run.schedule.length}" ends the run at '
+                    f"step {laid.end:,}: it has no steps; begin it earlier, or make the run longer"
+                )
+            elif step <= earlier:
+                yield (
+                    f"{name} is step {step:,}, and {before}, which is listed before it, begins at step "
+                    f"{earlier:,}: the earlier one has no steps; list them in their order, each with a later "
+                    "start than the one before"
+                )
+
+
+def _batch_problems(run: Run) -> Iterator[str]:
+    """Sizes of the batch that do not fit a phase in which a step has them. All starts must have steps."""
+    _, sizes, laid = layout(run)
+    met = dict.fromkeys((batch, stage) for stage, batch, _, _ in laid.stretches())
+    for index, (start, tokens) in enumerate(sizes):
+        phases = [run.phases[stage] for batch, stage in met if batch == index]
+        name = "batch.tokens" if tokens == run.batch.tokens else f'batch.ramp."{start}"'
+        unit = lcm(*(phase.seq_len * micro_sequences(run, phase) for phase in phases))
+        nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
+        for phase in phases:
+            whole, rest = divmod(tokens, phase.seq_len)
+            micro, length = micro_sequences(run, phase), f"phases.{phase.name}.seq_len = {phase.seq_len:,}"
+            if rest or not whole:
+                yield (
+                    f"{name} = {tokens:,} is not a whole number of sequences of {length}; "
+                    f"nearest {name}: {nearest}"
+                )
+            elif whole % micro:
+                own = phase.micro_sequences is not None
+                key = f"phases.{phase.name}.micro_sequences" if own else "batch.micro_sequences"
+                yield (
+                    f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
+                    f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
+                )
+    yield from _accumulation_problems(run, [(sizes[batch][1], run.phases[stage]) for batch, stage in met])
+
+
+def _accumulation_problems(run: Run, met: Sequence[tuple[int, PhaseSection]]) -> Iterator[str]:
+    """Where no number of ranks gives the accumulation that is asked for, by the micro-batches of a step."""
+    asked = run.batch.accumulation
+    where: dict[int, list[str]] = {}
+    if asked is None:
+        return
+    for tokens, phase in met:
+        count, rest = divmod(tokens, phase.seq_len * micro_sequences(run, phase))
+        if not rest and count % asked:
+            where.setdefault(count, []).append(f"{tokens:,} tokens in phase {phase.name}")
+    for count, steps in where.items():
+        possible = listed(worlds_that_divide(count, 1))  # a number of ranks and its accumulation trade places
+        named = "" if len(met) == 1 else f" ({'; '.join(steps)})"
         yield (
-            f"{name} = {tokens:,} is not a whole number of sequences of "
-            f"phases.{phase.name}.seq_len = {phase.seq_len:,}; nearest: {nearest}"
-        )
-    elif whole % micro:
-        nearest_counts = [n for n in (whole // micro * micro, (whole // micro + 1) * micro) if n]
-        yield (
-            f"{name} = {tokens:,} is {whole:,} sequences of {phase.seq_len:,}, which no "
-            f"number of ranks divides into whole micro-batches of {key} = {micro:,}; "
-            f"nearest {name}: {' or '.join(f'{n * phase.seq_len:,}' for n in nearest_counts)}"
-        )
-    elif run.batch.accumulation is not None and whole // micro % run.batch.accumulation:
-        counts = worlds_that_divide(whole, micro)  # a number of ranks and its accumulation trade places
-        yield (
-            f"batch.accumulation = {run.batch.accumulation:,} does not divide the {whole // micro:,} "
-            f"micro-batches of a step, so no number of ranks gives it; what some do: {listed(counts)}; "
-            "or delete it: it is derived"
+            f"batch.accumulation = {asked:,} does not divide the "
+            f"{counted(count, 'micro-batch', 'micro-batches')} of a step{named}, so no number of ranks gives "
+            f"it; what some do: {possible}; or delete it: it is derived"
         )
 
 

@@ -8,10 +8,11 @@ them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from itertools import pairwise
 from math import ceil, isqrt
 from typing import Literal
 
@@ -182,83 +183,88 @@ class Stage:
     start: Duration | None = None
 
 
-def make_timeline(
-    stages: Sequence[Stage], batches: Sequence[tuple[Duration, int]], length: Duration
-) -> Timeline:
+Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The steps at which stages and sizes of the batch begin, and the end of the run; nothing is checked."""
+
+    stages: tuple[int, ...]
+    batches: tuple[int, ...]
+    end: int
+
+    @property
+    def rises(self) -> bool:
+        """True if each stage and each size has steps of its own."""
+        return all(a < b for begins in (self.stages, self.batches) for a, b in pairwise([*begins, self.end]))
+
+    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Steps in which one stage meets one size, in order: stage, size, first step, end step."""
+        for stage, (begin, after) in enumerate(pairwise([*self.stages, self.end])):
+            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
+                if max(first, begin) < min(stop, after):
+                    yield stage, batch, max(first, begin), min(stop, after)
+
+
+def lay_out(stages: Sequence[Stage], sizes: Sizes, length: Duration) -> Layout:
+    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
+    begins = [0]
+    for start, _ in sizes[1:]:
+        begins.append(_reached(start, begins, sizes))
+    end = _reached(length, begins, sizes)
+    starts = [0 if stage.start is None else _reached(stage.start, begins, sizes, end) for stage in stages]
+    return Layout((0, *starts[1:]), tuple(begins), end)
+
+
+def make_timeline(stages: Sequence[Stage], batches: Sizes, length: Duration) -> Timeline:
     """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
 
     A start in tokens is the first step boundary at which so many have been read; percent is of the run's
     steps. A batch must be whole sequences of each phase that it meets.
 
     Raises:
-        ValueError: stages or batches that do not rise, have no step of their own, or lie behind the end.
+        ValueError: stages or batches that do not rise, or lie behind the end, or do not divide.
     """
-    pieces = _batch_pieces(batches, length)
-    end = pieces[-1][1]
-    starts = [0, *(_start_step(stage, pieces, end) for stage in stages[1:])]
-    for stage, begin, after in zip(stages, starts, [*starts[1:], end], strict=True):
-        if begin >= after:
-            raise ValueError(
-                f"phase {stage.name} would begin at step {begin:,}, and what follows it at step {after:,}: "
-                "it has no steps; phases are listed in their order, each with a later start"
-            )
+    layout = lay_out(stages, batches, length)
+    if not layout.rises:
+        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
     segments: list[Segment] = []
     samples = tokens = 0
-    for stage, begin, after in zip(stages, starts, [*starts[1:], end], strict=True):
-        draws = 0
-        for first, stop, tokens_per_step in pieces:
-            low, high = max(first, begin), min(stop, after)
-            if low >= high:
-                continue
-            sequences = tokens_per_step // stage.seq_len
-            segments.append(Segment(stage.name, low, high, stage.seq_len, sequences, samples, tokens, draws))
-            samples += (high - low) * sequences
-            draws += (high - low) * sequences
-            tokens += (high - low) * sequences * stage.seq_len
+    draws = [0] * len(stages)
+    for number, batch, first, stop in layout.stretches():
+        stage, (_, size) = stages[number], batches[batch]
+        sequences, rest = divmod(size, stage.seq_len)
+        if rest or not sequences:
+            raise ValueError(f"{size:,} tokens are not whole sequences of {stage.seq_len:,} ({stage.name})")
+        before = samples, tokens, draws[number]
+        segments.append(Segment(stage.name, first, stop, stage.seq_len, sequences, *before))
+        samples += (stop - first) * sequences
+        draws[number] += (stop - first) * sequences
+        tokens += (stop - first) * size
     return Timeline(tuple(segments))
 
 
-def _batch_pieces(batches: Sequence[tuple[Duration, int]], length: Duration) -> list[tuple[int, int, int]]:
-    """[first_step, end_step) and the tokens of a step there."""
-    pieces: list[tuple[int, int, int]] = []
+def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
+    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
+    if duration.unit != "tokens":
+        return to_steps(duration, 1, end)
     step = tokens = 0
-    for (start, size), (end, _) in zip(batches, [*batches[1:], (length, 0)], strict=True):
-        stop = _reached(end, step, tokens, size)
-        if stop <= step:
-            raise ValueError(f'a batch of {size:,} tokens from "{start}" to "{end}" has no steps')
-        pieces.append((step, stop, size))
-        step, tokens = stop, tokens + (stop - step) * size
-    return pieces
-
-
-def _reached(duration: Duration, step: int, tokens: int, tokens_per_step: int) -> int:
-    """The first step at which so much is done, where `step` steps have read `tokens` tokens."""
-    if duration.unit == "tokens":
-        return step + _steps_of_tokens(duration.amount - tokens, tokens_per_step)
-    return to_steps(duration, tokens_per_step)
+    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
+        step = first + _steps_of_tokens(duration.amount - tokens, size)
+        if stop is None or step <= stop:
+            break
+        tokens += (stop - first) * size
+    return step
 
 
 def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
     return max(0, ceil(Fraction(tokens) / tokens_per_step))
 
 
-def _start_step(stage: Stage, pieces: Sequence[tuple[int, int, int]], end: int) -> int:
-    if stage.start is None:
-        raise ValueError(f'phase {stage.name} needs a start, like start = "430_000 steps"')
-    if stage.start.unit != "tokens":
-        return to_steps(stage.start, 1, end)
-    tokens = 0
-    for first, stop, size in pieces:
-        if (step := _reached(stage.start, first, tokens, size)) <= stop:
-            return step
-        tokens += (stop - first) * size
-    return end
-
-
 def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
     """The timeline of a run with one phase and one batch size."""
-    batches = [(parse_duration("0 steps"), seq_len * sequences)]
-    return make_timeline([Stage(phase, seq_len)], batches, length)
+    return make_timeline([Stage(phase, seq_len)], [(parse_duration("0 steps"), seq_len * sequences)], length)
 
 
 def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:

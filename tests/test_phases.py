@@ -119,8 +119,8 @@ REFUSED = [
     (
         (("seq_len = 32", "seq_len = 32\nmicro_sequences = 3"),),
         "8 steps",
-        "batch.tokens = 128 is 4 sequences of 32, which no number of ranks divides into whole micro-batches "
-        "of phases.long.micro_sequences = 3",
+        "batch.tokens = 128 is 4 sequences of phases.long.seq_len = 32, which no number of ranks divides "
+        "into whole micro-batches of phases.long.micro_sequences = 3; nearest batch.tokens: 96 or 192",
     ),
     ((('name = "long"', 'name = "main"'),), "8 steps", "two phases are called main; give each a name"),
     (
@@ -131,14 +131,25 @@ REFUSED = [
     (
         (('start = "8 steps"\n', ""),),
         "8 steps",
-        'phase long needs a start, like start = "430_000 steps"',
+        'phases.long needs a start, like start = "430_000 steps"',
     ),
-    ((), "12 steps", "phase long would begin at step 12, and what follows it at step 12: it has no steps"),
-    ((), "0 steps", "phase main would begin at step 0, and what follows it at step 0: it has no steps"),
     (
-        (("tokens = 128", 'ramp = { "0" = 64, "3 steps" = 96 }\ntokens = 128'),),
+        (),
+        "12 steps",
+        'phases.long.start = "12 steps" is step 12, and schedule.length = "12 steps" ends the run at step '
+        "12: it has no steps; begin it earlier, or make the run longer",
+    ),
+    ((), "2_000 tokens", 'phases.long.start = "2_000 tokens" is step 16, and schedule.length = "12 steps"'),
+    (
+        (),
+        "0 steps",
+        'phases.long.start = "0 steps" is step 0, and phases.main, which is listed before it, begins at step '
+        "0: the earlier one has no steps; list them in their order, each with a later start",
+    ),
+    (
+        (("tokens = 128", 'ramp = { "0" = 64, "3 steps" = 192 }\ntokens = 128'),),
         "8 steps",
-        'batch.ramp ends with 96 tokens from "3 steps" on, and batch.tokens is 128; the last of a ramp',
+        'batch.ramp ends with 192 tokens from "3 steps" on, and batch.tokens is 128; the last of a ramp',
     ),
     (
         (("tokens = 128", 'ramp = { "0" = 256, "3 steps" = 128 }\ntokens = 128'),),
@@ -148,12 +159,23 @@ REFUSED = [
     (
         (("tokens = 128", 'ramp = { "0" = 64, "20 steps" = 128 }\ntokens = 128'),),
         "8 steps",
-        'a batch of 128 tokens from "20 steps" to "12 steps" has no steps',
+        'batch.ramp."20 steps" is step 20, and schedule.length = "12 steps" ends the run at step 12: it has '
+        "no steps; begin it earlier, or make the run longer",
     ),
     (
-        (("tokens = 128", 'ramp = { "0" = 32, "3 steps" = 128 }\ntokens = 128'),),
+        (("tokens = 128", 'ramp = { "0" = 32, "5 steps" = 64, "100 tokens" = 128 }\ntokens = 128'),),
         "8 steps",
-        'batch.ramp."0" = 32 is 1 sequences of 32, which no number of ranks divides',
+        'batch.ramp."100 tokens" is step 4, and batch.ramp."5 steps", which is listed before it, begins at '
+        "step 5: the earlier one has no steps; list them in their order",
+    ),
+    (
+        (
+            ("tokens = 128", 'ramp = { "0" = 48, "9 steps" = 128 }\ntokens = 128'),
+            ("micro_sequences = 2", "micro_sequences = 1"),
+        ),
+        "8 steps",
+        'batch.ramp."0" = 48 is not a whole number of sequences of phases.long.seq_len = 32; nearest '
+        'batch.ramp."0": 32 or 64',
     ),
     (
         (('decay = "25%"', 'decay = "aneal"'),),
@@ -168,6 +190,61 @@ def test_what_phases_and_ramps_contradict_is_said_with_what_to_do(
     tmp_path: Path, changes: tuple[tuple[str, str], ...], start: str, message: str
 ) -> None:
     assert _problems(tmp_path, *changes, start=start).startswith(message)
+
+
+def test_a_size_of_the_ramp_has_to_fit_only_the_phases_that_it_meets(tmp_path: Path) -> None:
+    ramp = 'ramp = { "0" = 32, "8 steps" = 128 }\ntokens = 128'  # 32 are one sequence of `long`
+    plan = _plan(tmp_path, ("tokens = 128", ramp))
+    assert [(s.phase, s.sequences) for s in plan.timeline.segments] == [("main", 2), ("long", 4)]
+    met = ("tokens = 128", ramp.replace("8 steps", "9 steps"))
+    assert _problems(tmp_path / "met", met).startswith(
+        'batch.ramp."0" = 32 is 1 sequence of phases.long.seq_len = 32, which no number of ranks divides '
+        'into whole micro-batches of batch.micro_sequences = 2; nearest batch.ramp."0": 64'
+    )
+
+
+def test_the_nearest_size_fits_every_phase_that_meets_it(tmp_path: Path) -> None:
+    long = ("seq_len = 32", "seq_len = 24\nmicro_sequences = 3")
+    with pytest.raises(InputError) as raised:
+        _plan(tmp_path, long)
+    [problem] = raised.value.problems
+    assert problem.endswith("nearest batch.tokens: 288")  # 9 micro-batches of 2 x 16, 4 of 3 x 24
+    assert _plan(tmp_path / "fits", long, batch_tokens=288).last_step == 12
+
+
+def test_all_starts_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+    third = '[[phases]]\nname = "late"\nseq_len = 16\nmixture = { text = 1.0 }\n[validation]'
+    ramp = ("tokens = 128", 'ramp = { "0" = 32, "20 steps" = 128 }\ntokens = 128')
+    with pytest.raises(InputError) as raised:
+        _plan(tmp_path, ramp, ("[validation]", third), start="0 steps")
+    keys = [
+        "phases.late needs a start",
+        'phases.long.start = "0 steps" is',
+        'batch.ramp."20 steps" is step 20',
+    ]
+    assert len(raised.value.problems) == 3
+    for key, problem in zip(keys, raised.value.problems, strict=True):
+        assert key in problem
+
+
+def test_no_timeline_cuts_tokens_off_or_leaves_a_phase_without_steps() -> None:
+    zero, later, length = (parse_duration(f"{steps} steps") for steps in (0, 4, 10))
+    stages = [Stage("main", 16), Stage("long", 64, later)]
+    assert make_timeline(stages, [(zero, 32), (later, 64)], length).total_tokens == 4 * 32 + 6 * 64
+    for sizes in ([(zero, 100)], [(zero, 32), (parse_duration("5 steps"), 64)]):
+        with pytest.raises(ValueError, match="tokens are not whole sequences of"):
+            make_timeline(stages, sizes, length)
+    for wrong in ([stages[0], Stage("long", 64)], [*stages, Stage("third", 64, length)]):
+        with pytest.raises(ValueError, match="needs steps of its own"):
+            make_timeline(wrong, [(zero, 64)], length)
+
+
+def test_an_accumulation_that_no_world_gives_names_the_steps(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        _plan(tmp_path, ("tokens = 128", "accumulation = 3\ntokens = 128"))
+    first, second = raised.value.problems
+    assert "does not divide the 4 micro-batches of a step (128 tokens in phase main), so no" in first
+    assert "does not divide the 2 micro-batches of a step (128 tokens in phase long), so no" in second
 
 
 @pytest.mark.parametrize(

@@ -67,15 +67,15 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ("batch.tokens=130",),
         (
             "batch.tokens = 130 is not a whole number of sequences of phases.main.seq_len = 16",
-            "nearest: 128 or 144",
+            "nearest batch.tokens: 128 or 160",  # also whole micro-batches
         ),
     ),
-    (("batch.tokens=10",), ("batch.tokens = 10 is not a whole number", "nearest: 16")),
+    (("batch.tokens=10",), ("batch.tokens = 10 is not a whole number", "nearest batch.tokens: 32")),
     (
         ("batch.micro_sequences=3",),
         (
-            "batch.tokens = 128 is 8 sequences of 16, which no number of ranks divides into whole "
-            "micro-batches of batch.micro_sequences = 3",
+            "batch.tokens = 128 is 8 sequences of phases.main.seq_len = 16, which no number of ranks divides "
+            "into whole micro-batches of batch.micro_sequences = 3",
             "nearest batch.tokens: 96 or 144",
         ),
     ),
