@@ -17,6 +17,7 @@ from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import find_problems, interval_lines, open_inputs, summary
+from ds_pretrain.rehearsal import base_findings
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -87,10 +88,13 @@ def check_command(words: argparse.Namespace) -> int:
                 f"--world {words.world}, but {words.hostfile} has {world_size} slots; leave one of them out"
             )
     inputs = open_inputs(plan)
-    problems = find_problems(plan, inputs, world_size, _world_source(words))
+    problems, weights = find_problems(plan, inputs, world_size, _world_source(words)), None
+    if not problems:
+        problems, weights = base_findings(plan)
     if problems:
         raise InputError(problems)
-    for line in (*summary(plan, inputs, world_size), *interval_lines(plan)):
+    lines = (*summary(plan, inputs, world_size), weights, *interval_lines(plan))
+    for line in filter(None, lines):
         print(line)
     print(f"ok         {words.run_file}")
     return 0

@@ -24,19 +24,19 @@ from ds_pretrain.deepspeed_json import resolve_deepspeed, uses_bf16
 from ds_pretrain.engine import Engine, dtype_of, gather, open_engine, partition
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.files import ensure_writable_folder, write_atomic
-from ds_pretrain.models.build import build_model, rehearse_build
+from ds_pretrain.models.build import build_model
 from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.init import KindReport
 from ds_pretrain.models.rope import restore_rotary
-from ds_pretrain.models.rope_live import rehearse_rope
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.plan import Plan
 from ds_pretrain.preflight import Inputs, find_problems, open_inputs, summary
+from ds_pretrain.rehearsal import rehearsal_problems
 from ds_pretrain.run_directory import RunRecord, read_record
 from ds_pretrain.run_problems import micro_sequences
 from ds_pretrain.stages import Stages
@@ -56,7 +56,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         seen = _digest(plan, inputs)
         if world.is_main:
             problems = find_problems(plan, inputs, world.size, "the launcher")
-            problems += [] if problems else _rehearsal_problems(plan)
+            problems += [] if problems else rehearsal_problems(plan)
     except InputError as error:
         problems = list(error.problems)
     told = gather_objects(world, (problems, seen, platform.node()))
@@ -205,25 +205,6 @@ def _reads(path: Path, expected: str) -> bool:
         return path.read_text() == expected
     except OSError:
         return False
-
-
-def _rehearsal_problems(plan: Plan) -> list[str]:
-    """What the model's own code says against its config, on a build without memory."""
-    try:
-        rehearse_build(
-            plan.model_text,
-            qk_norm=plan.run.model.qk_norm,
-            attention=plan.run.model.attention,
-            name=plan.run.model.config,
-            base=plan.base,
-            recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
-        )
-        for phase, model in phase_models(plan).items():
-            if model != plan.model:
-                rehearse_rope(model, f"{plan.run_path}: phases.{phase}")
-    except InputError as error:
-        return list(error.problems)
-    return []
 
 
 def announce(plan: Plan, inputs: Inputs, world: World) -> None:

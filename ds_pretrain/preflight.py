@@ -14,7 +14,7 @@ from ds_pretrain.curriculum import curriculum_lines, data_problems, model_proble
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.sources import check_source, describe_source
-from ds_pretrain.data.tokenizer import base_tokenizer_problems
+from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
 from ds_pretrain.data.views import view
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
@@ -134,6 +134,9 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)
+    if plan.base is not None:
+        warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
+        yield from (f"warning    {warning}" for warning in warnings)
 
 
 def interval_lines(plan: Plan) -> Iterator[str]:

@@ -26,11 +26,11 @@ LAYERS: dict[str, int] = {
         [
             "errors files reading world rank_files credentials",
             "attribution chunk_rule config curves judged complaints paths timeline schedules state record "
-            "plan rate_plot run_problems past interval shares response watchdog watchdog_memory "
+            "plan spans rate_plot run_problems past interval shares response watchdog watchdog_memory "
             "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "curriculum stages preflight opening probing incidents suspects healing saving shipping step "
+            "curriculum stages preflight rehearsal opening probing incidents suspects healing saving shipping step "
             "evaluation train sample launch watchdog_replay audit branch",
             "cli checkpoint_commands verify_resume __main__",
         ]
@@ -39,6 +39,8 @@ LAYERS: dict[str, int] = {
 }
 SEES_SIBLING = {
     ("opening", "preflight"),
+    ("opening", "rehearsal"),
+    ("rehearsal", "curriculum"),
     ("opening", "curriculum"),
     ("opening", "stages"),
     ("saving", "curriculum"),
@@ -76,7 +78,17 @@ WALLS: dict[str, tuple[str, ...]] = {
 # What must be importable on a machine without torch, through all that is imported with it.
 TORCH_FREE = (
     *(name for name, layer in LAYERS.items() if layer < 2),
-    *("run_directory", "stop", "preflight", "curriculum", "launch", "cli", "__main__", "monitor"),
+    *(
+        "run_directory",
+        "stop",
+        "preflight",
+        "rehearsal",
+        "curriculum",
+        "launch",
+        "cli",
+        "__main__",
+        "monitor",
+    ),
     *("checkpoint.remote", "checkpoint.ship"),
     *("models.rope_settings", "models.rope_change", "models.rope_reference"),
     *("models.check", "models.flops", "data.indexed", "data.mixture", "data.sampler", "data.sources"),

@@ -22,10 +22,11 @@ from ds_pretrain.errors import InputError
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
+_TOKENIZER = "tokenizer.json"
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 TRAINING_NOTE = "training.json"  # beside a tokenizer that we trained: on what
 FILES = (
-    *("tokenizer.json", *_CONFIG_FILES, TRAINING_NOTE),
+    *(_TOKENIZER, *_CONFIG_FILES, TRAINING_NOTE),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )
 
@@ -71,15 +72,10 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
             )
         digest = hashlib.sha256(b"bytes: UTF-8, EOS 256").hexdigest()
         return Tokenizer(BYTES, NUM_BYTES + 1, NUM_BYTES, digest)
-    import tokenizers
-
     files = _files_of(name)
-    if "tokenizer.json" not in files:
+    if _TOKENIZER not in files:
         files = _converted(name)
-    try:
-        model = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"tokenizer {name}: its tokenizer.json cannot be read ({error})") from error
+    model = _parsed(name, files[_TOKENIZER])
     model.no_truncation()  # both are saved with some tokenizers and would cut or fill documents
     model.no_padding()
     model.encode_special_tokens = True
@@ -137,9 +133,16 @@ def tokenizer_of(source: TokenSource) -> Tokenizer | None:
 
 
 def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
-    """Sources whose ids mean other text than those of the model in `folder`, as far as both say which."""
-    if not (folder / "tokenizer.json").is_file():
+    """Sources whose ids mean other text than those of the model in `folder`, as far as both say which.
+
+    Also a tokenizer there that cannot be read, whether or not a source could be compared with it.
+    """
+    if not (folder / _TOKENIZER).is_file():
         return []
+    try:
+        _parsed(str(folder), _files_of(str(folder))[_TOKENIZER])
+    except InputError as error:
+        return list(error.problems)
     problems: list[str] = []
     for source in sources:
         sidecar = source.sidecar or {}
@@ -159,6 +162,21 @@ def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> lis
     return list(dict.fromkeys(problems))
 
 
+def base_tokenizer_warnings(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
+    """Why nobody can say that ids mean the same text to the model in `folder` and in a source."""
+    if not (folder / _TOKENIZER).is_file():
+        return [
+            f"{folder} has no {_TOKENIZER}, so the sources' tokenizer could not be compared with the model's"
+        ]
+    silent = dict.fromkeys(str(s.prefix) for s in sources if not (s.sidecar or {}).get("tokenizer_hash"))
+    if not silent:
+        return []
+    return [
+        f"nothing says which tokenizer wrote {', '.join(silent)}, so it could not be compared with that of "
+        f"{folder}: other ids would be other text; `ds-pretrain prepare --tokenizer {folder}` notes it"
+    ]
+
+
 def paths_of(name: str) -> list[Path]:
     """The folder and the files of a tokenizer on disk, there or to be trained: none of them is a text."""
     path = Path(name)
@@ -168,14 +186,25 @@ def paths_of(name: str) -> list[Path]:
     return [path, *(folder / file for file in FILES)]
 
 
+def _parsed(name: str, text: str) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(
+            f"tokenizer {name}: its {_TOKENIZER} cannot be read ({error}); copy the file again"
+        ) from error
+
+
 def _files_of(name: str) -> dict[str, str]:
     """The text of a tokenizer's files, by name: from a folder, a `tokenizer.json`, or the hub."""
     path = Path(name)
-    wanted = ("tokenizer.json", *_CONFIG_FILES)
+    wanted = (_TOKENIZER, *_CONFIG_FILES)
     if path.is_file():
         beside = {file: path.with_name(file) for file in _CONFIG_FILES}
         return {
-            "tokenizer.json": _read(path),
+            _TOKENIZER: _read(path),
             **{file: _read(at) for file, at in beside.items() if at.is_file()},
         }
     if path.is_dir():
@@ -229,7 +258,7 @@ def _converted(name: str) -> dict[str, str]:
         raise InputError(
             f"tokenizer {name}: has no tokenizer.json and cannot be converted ({reason})"
         ) from error
-    if "tokenizer.json" not in files:
+    if _TOKENIZER not in files:
         raise InputError(
             f"tokenizer {name}: Transformers knows no fast form of it; convert it to a tokenizer.json"
         )

@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from ds_pretrain.base import Base
-from ds_pretrain.errors import InputError
+from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.models.groups import is_partitioned, owned_parameters, whole_shape
 from ds_pretrain.models.init import Gather, KindReport, check_weights, measured
-from ds_pretrain.world import World, from_main
+from ds_pretrain.world import World, from_main, gather_objects
 
 # Buffers that older files hold and models compute themselves: causal masks and rotary tables.
 _COMPUTED = re.compile(r"(^|\.)(attn\.(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -24,21 +26,40 @@ def load_base(model: Any, base: Base, world: World, gather: Gather) -> tuple[Kin
     Read on rank 0 where parameters are partitioned, else on every rank; one parameter at a time.
 
     Raises:
-        InputError: on every rank, as `base_problems` has them.
+        InputError: on every rank, as `base_problems` has them, or with each tensor that cannot be read or
+            holds values that are no numbers.
         UninitializedWeightsError: something did not arrive.
     """
     if problems := base_problems(model, base):
         raise InputError(problems)
-    asked, names = {}, _stored_names(model, base)
+    asked, names, wrong = {}, _stored_names(model, base), []
     for name, _, parameter in owned_parameters(model):
-        stored = names[name][0]
-        with gather([parameter]):
+        with gather([parameter]):  # on every rank, whatever one of them meets in it
             if world.is_main or not is_partitioned(parameter):
-                with safe_open(base.tensors[stored].file, "pt") as file:
-                    values = file.get_tensor(stored).to(parameter.dtype)
+                values = _read(base.tensors[names[name][0]].file, names[name][0], parameter.dtype)
+                if isinstance(values, str):
+                    wrong.append(values)
+                    continue
                 parameter.data.copy_(values)
                 asked[name] = measured(values)
+    if everyone := list(dict.fromkeys(p for found in gather_objects(world, wrong) for p in found)):
+        raise agreed(InputError(everyone))
     return check_weights(model, from_main(world, asked), gather)
+
+
+def _read(file: Path, name: str, dtype: torch.dtype) -> Tensor | str:
+    """The values of a tensor, or why it cannot be used."""
+    try:
+        with safe_open(file, "pt") as opened:
+            values: Tensor = opened.get_tensor(name).to(dtype)
+    except (OSError, SafetensorError) as error:
+        return f"model.from: {file}: {name} cannot be read ({error}); look at that disk, or download it again"
+    if num_wrong := int((~values.isfinite()).sum()):
+        return (
+            f"model.from: {file}: {name} has {num_wrong:,} of {values.numel():,} values that are NaN or "
+            f"infinite in {str(dtype).removeprefix('torch.')}; download it again, or take another model"
+        )
+    return values
 
 
 def base_problems(model: Any, base: Base) -> list[str]:

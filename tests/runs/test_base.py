@@ -1,11 +1,13 @@
 """A run that begins with the weights of a public model computes what that model computes."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,7 +27,7 @@ from ds_pretrain.state import RunState
 from ds_pretrain.world import World
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
-from tests.runs.starts import start
+from tests.runs.starts import Ended, start
 from tests.scenario import deepspeed_json, make_run, write_corpus
 
 SMALL = {
@@ -178,7 +180,9 @@ def test_a_family_whose_files_have_another_layout_is_refused_with_the_reason(tmp
     assert "names have to be those of the model's own code in the installed Transformers" in ended.stderr
 
 
-def test_weights_that_do_not_fit_are_named_before_anything_is_made(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_named_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_base(tmp_path / "base", "qwen3")
     file = tmp_path / "base" / "model.safetensors"
     tensors = load_file(file)
@@ -197,6 +201,13 @@ def test_weights_that_do_not_fit_are_named_before_anything_is_made(tmp_path: Pat
     )
     assert "has 1 tensors that the model of its config.json has no place for: model.layers.7" in said
     assert not (tmp_path / "out" / "run.json").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ds_pretrain.models.build", None)  # as on a machine without torch
+        assert main(["check", str(run_file)]) == 0
+    assert (
+        f"the tensors of {tmp_path}/base were not compared with the model, which" in capsys.readouterr().out
+    )
+    assert refusal(capsys, run_file).replace("ds-pretrain: ", "ds_pretrain: ") == said
 
     save_file(load_file(file) | {"lm_head.weight": torch.zeros(257, 32)}, file)
     make_base(tmp_path / "tied", "qwen3")
@@ -205,6 +216,62 @@ def test_weights_that_do_not_fit_are_named_before_anything_is_made(tmp_path: Pat
     run_file = make_run_from(tmp_path, tmp_path / "tied")
     [ended] = run_ranks(start, 1, str(run_file))
     assert "and lm_head.weight with different values, and its config ties them" in ended.stderr
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_are_no_numbers_are_refused_on_every_rank_with_their_tensors(
+    tmp_path: Path, stage: int
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    tensors["model.layers.1.mlp.up_proj.weight"][1] = float("inf")
+    save_file(tensors, file)
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    (tmp_path / "deepspeed.json").write_text(json.dumps(deepspeed_json(stage)))
+    ranks = run_ranks(start, 2, str(run_file))
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    said = ranks[0].stderr
+    for name, count in (("model.layers.0", 1), ("model.layers.1", 32)):
+        assert (
+            f"{file}: {name}.mlp.up_proj.weight has {count} of 2,048 values that are NaN or infinite" in said
+        )
+    assert ranks[1].stderr == ""
+
+
+def test_a_tensor_that_cannot_be_read_ends_every_rank_alike(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    ranks = run_ranks(_start_on_a_sick_disk, 2, str(run_file))
+    assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
+    assert "model.norm.weight cannot be read (a sector is gone); look at that disk" in ranks[0].stderr
+
+
+def _start_on_a_sick_disk(world: World, run_file: str) -> Ended:
+    from ds_pretrain.models import loading
+
+    opened = loading.safe_open
+
+    class Sick:
+        def __init__(self, *words: Any) -> None:
+            self._file = opened(*words)
+
+        def __enter__(self) -> "Sick":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            if name == "model.norm.weight":
+                raise SafetensorError("a sector is gone")
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
+
+    vars(loading)["safe_open"] = Sick  # in a process that ends with the test
+    return start(world, run_file)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], run_file: Path, *overrides: str) -> str:
@@ -276,3 +343,22 @@ def test_p41_the_tokenizer_of_the_model_has_to_be_that_of_the_data(
     said = capsys.readouterr().err
     assert "was prepared with the tokenizer 'elsewhere' (hash ffffffffffffffff), and the model in" in said
     assert f"the same ids mean other text; prepare it with --tokenizer {tmp_path}/base" in said
+
+
+def test_a_tokenizer_that_could_not_be_compared_is_told_and_a_broken_one_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    assert main(["check", str(run_file)]) == 0
+    said = capsys.readouterr().out
+    assert f"warning    {tmp_path}/base has no tokenizer.json, so the sources' tokenizer could not be" in said
+    file = tmp_path / "base" / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(file))
+    assert main(["check", str(run_file)]) == 0
+    silent = ", ".join(f"{tmp_path}/{name}" for name in ("text", "code", "held_out"))
+    assert f"warning    nothing says which tokenizer wrote {silent}, so it" in capsys.readouterr().out
+    file.write_bytes(file.read_bytes()[:-40])
+    said = refusal(capsys, run_file)
+    assert f"tokenizer {tmp_path}/base: its tokenizer.json cannot be read" in said
+    assert said.count("tokenizer.json") == 1
