@@ -108,7 +108,7 @@ class Watchdog:
         self._incidents.met_again(verdict.onset, step)
         found, response = self._way_back(state, verdict, step)
         rollback = self._decided(verdict, response, found.state.step, step)
-        after = after_rollback(state, found.state, response, rollback, self._plan.ladder, self._plan.timeline)
+        after = after_rollback(state, found.state, response, rollback, self._plan.ladder)
         self._written(after)
         self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._told(after, feed, verdict, response.reason)

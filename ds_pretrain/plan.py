@@ -30,14 +30,13 @@ from ds_pretrain.run_problems import (
     schedule_problems,
 )
 from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
+from ds_pretrain.spans import Multiples, multiples
 from ds_pretrain.timeline import (
-    Duration,
     Stage,
     Timeline,
     accumulation,
     make_timeline,
     parse_duration,
-    to_steps,
     worlds_that_divide,
 )
 
@@ -91,11 +90,12 @@ class Plan:
         section = self.run.watchdog
         return Ladder(
             respond=section.respond,
-            skip_before=_steps(section.skip_before, self.timeline),
-            skip_after=max(1, _steps(section.skip_after, self.timeline)),
+            skip_before=section.skip_before,
+            skip_after=section.skip_after,
             patience=section.patience,
             rollbacks=section.rollbacks,
-            stretch=_steps(section.stretch, self.timeline),
+            stretch=section.stretch,
+            timeline=self.timeline,
         )
 
     def phase_at(self, step: int) -> PhaseSection:
@@ -127,10 +127,10 @@ class Plan:
         return self.timeline.last_step
 
     @property
-    def keep_every_steps(self) -> int | None:
-        """Checkpoints of every so many steps stay for good."""
+    def keep_every(self) -> Multiples | None:
+        """The first checkpoint at or after each of these stays for good."""
         every = self.run.checkpoint.keep_every
-        return None if every is None else _steps(every, self.timeline)
+        return None if every is None else multiples(every, self.timeline)
 
     def identity(self, data: Mapping[str, str]) -> dict[str, Any]:
         """What must not differ between two starts of one run, as plain types.
@@ -320,7 +320,3 @@ def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": {"type": optimizer.get("type"), "params": params},
         "gradient_clipping": deepspeed.get("gradient_clipping"),
     }
-
-
-def _steps(duration: Duration, timeline: Timeline) -> int:
-    return to_steps(duration, timeline.segments[0].tokens_per_step, timeline.last_step)

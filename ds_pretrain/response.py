@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_pretrain.spans import step_after, step_before
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.timeline import Timeline
+from ds_pretrain.timeline import Duration, Timeline
 from ds_pretrain.watchdog import Verdict
 
 Action = Literal["replay", "skip", "stop"]
@@ -16,14 +17,15 @@ Action = Literal["replay", "skip", "stop"]
 
 @dataclass(frozen=True)
 class Ladder:
-    """`[watchdog]` of a run file, with its durations in steps."""
+    """`[watchdog]` of a run file, and the timeline that its durations are laid onto."""
 
     respond: tuple[Literal["replay", "skip"], ...]
-    skip_before: int
-    skip_after: int
+    skip_before: Duration
+    skip_after: Duration
     patience: int
-    rollbacks: int  # at most, in a stretch of so many steps:
-    stretch: int
+    rollbacks: int  # at most, in a stretch
+    stretch: Duration
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ def respond(
     history = since_stop(history)
     older = [calm for calm in calm_steps if calm < onset]
     newest = max(older, default=None)
-    recent = [rollback for rollback in history if rollback.step > step - ladder.stretch]
+    since = step_before(ladder.timeline, step, ladder.stretch)
+    recent = [rollback for rollback in history if rollback.step > since]
     if len(recent) >= ladder.rollbacks:
         return Response(
-            "stop", newest, f"{len(recent)} rollbacks in {ladder.stretch:,} steps are all that is allowed"
+            "stop", newest, f"{len(recent)} rollbacks in {ladder.stretch} are all that is allowed"
         )
     here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
     if len(here) >= len(ladder.respond):
@@ -80,7 +83,8 @@ def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
 
 def is_same_place(ladder: Ladder, rollback: Rollback, onset: int) -> bool:
     """True if trouble that began at `onset` is that of the rollback again."""
-    return abs(rollback.onset - onset) <= ladder.patience + ladder.skip_after
+    place = rollback.onset - 1
+    return abs(rollback.onset - onset) <= ladder.patience + _end_of_skip(ladder, place) - place
 
 
 def after_rollback(
@@ -89,12 +93,11 @@ def after_rollback(
     response: Response,
     rollback: Rollback,
     ladder: Ladder,
-    timeline: Timeline,
 ) -> RunState:
     """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
     ledger = state.ledger
     if response.action == "skip":
-        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, ladder, timeline))
+        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, ladder))
     return RunState(
         step=base.step,
         ledger=ledger,
@@ -105,14 +108,14 @@ def after_rollback(
     )
 
 
-def skipped(
-    ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladder, timeline: Timeline
-) -> Skip:
+def skipped(ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladder) -> Skip:
     """The draws that steps around an onset read under `ledger`: of its phase, and none that stays trained."""
+    timeline = ladder.timeline
     place = rollback.onset - 1  # finished steps before it
     segments = [s for s in timeline.segments if s.phase == timeline.at(place).phase]
-    first = max(place - ladder.skip_before, base_step, segments[0].first_step)
-    last = min(place + ladder.skip_after, segments[-1].end_step) - 1
+    before = step_before(timeline, place, ladder.skip_before)
+    first = max(before, base_step, segments[0].first_step)
+    last = min(_end_of_skip(ladder, place), segments[-1].end_step) - 1
     ends = []
     for step in (first, last):
         segment = timeline.at(step)
@@ -126,6 +129,11 @@ def skipped(
         step=rollback.step,
         attempt=rollback.attempt,
     )
+
+
+def _end_of_skip(ladder: Ladder, place: int) -> int:
+    """The step that a skip around `place` ends at: one at least is skipped."""
+    return max(place + 1, step_after(ladder.timeline, place, ladder.skip_after))
 
 
 def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:

@@ -240,7 +240,7 @@ class Saver:
         prune(
             self._places.root,
             keep=section.keep,
-            keep_every_steps=self._plan.keep_every_steps,
+            keep_every=self._plan.keep_every,
             tell=self._tell,
             only_shipped=self._shipping.is_on,
             num_calm=1 + len(self._plan.run.watchdog.respond),

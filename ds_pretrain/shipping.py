@@ -37,7 +37,7 @@ class Shipping:
                 leaders.index(world.rank),
                 len(leaders),
                 plan.run.checkpoint.keep,
-                plan.keep_every_steps,
+                plan.keep_every,
             )
 
     def __enter__(self) -> Self:

@@ -31,7 +31,7 @@ LAYERS: dict[str, int] = {
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
             "curriculum stages preflight rehearsal opening probing incidents suspects healing saving shipping step "
-            "evaluation train sample launch watchdog_replay audit branch",
+            "evaluation train sample launch watchdog_replay audit branch branch_parent",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -59,6 +59,7 @@ SEES_SIBLING = {
     ("train", "evaluation"),
     ("audit", "preflight"),
     ("branch", "preflight"),
+    ("branch", "branch_parent"),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
     ("cli", "verify_resume"),

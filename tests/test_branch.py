@@ -134,7 +134,7 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
         f"step 4 is pinned: cool ({tmp_path}/cool) began from it",
         f"step 4 is pinned: other ({tmp_path}/other) began from it",
     ]
-    prune(root, keep=1, keep_every_steps=None, tell=print)
+    prune(root, keep=1, keep_every=None, tell=print)
     assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
     line = (
         f"branched from tiny at step 4: {theirs} (run parent-id, manifest {checksum(theirs / MANIFEST)[:12]}"

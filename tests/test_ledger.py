@@ -20,7 +20,7 @@ from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.response import Ladder, Response, after_rollback
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.timeline import Segment, Timeline
+from ds_pretrain.timeline import Segment, Timeline, parse_duration
 from tests.data.in_memory import SEQ_LEN, feed_of, source_of, timeline_of
 
 HUNDRED = {"hundred": source_of(100)}
@@ -185,7 +185,7 @@ class _Walk:
         rollback = Rollback(base_step, self.state.step, onset, "spike", action, 1)
         base = RunState.from_json(self.checkpoints[base_step])
         response = Response("skip" if action == "skip" else "replay", base_step, "")
-        after = after_rollback(self.state, base, response, rollback, self.ladder, self.timeline)
+        after = after_rollback(self.state, base, response, rollback, self.ladder)
         write_cure(self.out, after)
         if dies:
             return self.start()
@@ -209,7 +209,9 @@ def _walks(seeds: range, out: Path, timeline: Timeline) -> Iterator[tuple[_Walk,
     """Runs to the last step that met random trouble on the way, each with the dice that it was made by."""
     for seed in seeds:
         draw = Random(seed).randrange
-        ladder = Ladder(("replay", "skip"), draw(6), 1 + draw(12), patience=3, rollbacks=99, stretch=99)
+        before, after = (parse_duration(f"{n} steps") for n in (draw(6), 1 + draw(12)))
+        stretch = parse_duration("99 steps")
+        ladder = Ladder(("replay", "skip"), before, after, 3, 99, stretch, timeline)
         folder = out / str(seed)
         folder.mkdir()
         walk = _Walk(timeline, ladder, folder)
@@ -266,13 +268,14 @@ def test_p55_any_step_of_a_random_run_is_read_alike_on_one_to_eight_ranks(tmp_pa
 @pytest.mark.parametrize("base_step", [0, 10, 28, 30])
 def test_a_skip_stays_within_its_phase_and_the_next_phase_reads_on_as_before(base_step: int) -> None:
     """Windows that reach from `main` into `long`, back from `long` into `main`, and past the last step."""
-    ladder = Ladder(("skip",), skip_before=6, skip_after=12, patience=3, rollbacks=9, stretch=99)
+    before, after, stretch = (parse_duration(f"{n} steps") for n in (6, 12, 99))
+    ladder = Ladder(("skip",), before, after, patience=3, rollbacks=9, stretch=stretch, timeline=TIMELINE)
     read = [_read(TIMELINE, step, SkipLedger()) for step in range(50)]
     for onset in range(base_step + 1, 51):
         rollback = Rollback(base_step, min(50, onset + 3), onset, "spike", "skip", 1)
         response = Response("skip", base_step, "")
         base = RunState(base_step)
-        after = after_rollback(RunState(rollback.step), base, response, rollback, ladder, TIMELINE)
+        after = after_rollback(RunState(rollback.step), base, response, rollback, ladder)
         [skip] = after.ledger.skips
         assert skip.phase == TIMELINE.at(onset - 1).phase
         steps = range(max(base_step, onset - 7), min(50, onset + 11))

@@ -7,16 +7,32 @@ import pytest
 
 from ds_pretrain.cure import Cure, read_cure, write_cure
 from ds_pretrain.errors import InputError
-from ds_pretrain.response import Ladder, Response, after_rollback, is_abandoned, respond
+from ds_pretrain.response import (
+    Ladder,
+    Response,
+    after_rollback,
+    is_abandoned,
+    is_same_place,
+    respond,
+    skipped,
+)
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.timeline import parse_duration, single_phase
+from ds_pretrain.timeline import Stage, make_timeline, parse_duration, single_phase
 from ds_pretrain.watchdog import Verdict
 
-LADDER = Ladder(("replay", "skip"), skip_before=5, skip_after=10, patience=3, rollbacks=4, stretch=1000)
 CALM = [100, 150, 180, 190]
 SICK = Verdict("roll_back", "lasting_spike", 200, "the loss is high")
 FIRST = Rollback(190, 203, 200, "lasting_spike", "replay", 1)
-TIMELINE = single_phase("main", seq_len=16, sequences=8, length=parse_duration("400 steps"))
+TIMELINE = single_phase("main", seq_len=16, sequences=8, length=parse_duration("2000 steps"))
+LADDER = Ladder(
+    ("replay", "skip"),
+    skip_before=parse_duration("5 steps"),
+    skip_after=parse_duration("10 steps"),
+    patience=3,
+    rollbacks=4,
+    stretch=parse_duration("1000 steps"),
+    timeline=TIMELINE,
+)
 
 
 def test_the_first_answer_is_the_newest_calm_checkpoint_before_the_onset_and_the_same_data() -> None:
@@ -41,7 +57,7 @@ def test_another_place_begins_the_ladder_anew_until_the_budget_of_a_stretch_is_s
     response = respond(LADDER, spent, replace(SICK, onset=500), 503, [*CALM, 450])
     assert (response.action, response.reason) == (
         "stop",
-        "4 rollbacks in 1,000 steps are all that is allowed",
+        "4 rollbacks in 1000 steps are all that is allowed",
     )
     assert respond(LADDER, spent, replace(SICK, onset=1400), 1403, CALM).action == "replay"
 
@@ -73,7 +89,7 @@ def _skipped(base_step: int, onset: int, ledger: SkipLedger = SkipLedger()) -> t
     rollback = Rollback(base_step, onset + 3, onset, "spike", "skip", 1)
     base = RunState(step=base_step)
     response = Response("skip", base_step, "")
-    after = after_rollback(RunState(onset + 3, ledger), base, response, rollback, LADDER, TIMELINE)
+    after = after_rollback(RunState(onset + 3, ledger), base, response, rollback, LADDER)
     assert after.step == base_step
     skip = after.ledger.skips[-1]
     return skip.start, skip.stop
@@ -82,7 +98,7 @@ def _skipped(base_step: int, onset: int, ledger: SkipLedger = SkipLedger()) -> t
 def test_a_skip_is_the_draws_around_the_onset_and_none_that_stays_trained() -> None:
     assert _skipped(100, 200) == ((199 - 5) * 8, (199 + 10) * 8)
     assert _skipped(197, 200)[0] == 197 * 8  # what came before the checkpoint stays trained
-    assert _skipped(100, 398)[1] == 400 * 8  # the run ends there
+    assert _skipped(100, 1998)[1] == 2000 * 8  # the run ends there
 
 
 def test_a_skip_after_a_skip_is_of_the_draws_that_were_read() -> None:
@@ -93,7 +109,7 @@ def test_a_skip_after_a_skip_is_of_the_draws_that_were_read() -> None:
 def test_a_replay_skips_nothing_and_both_remember() -> None:
     state = RunState(203, SkipLedger((Skip("main", 0, 8, "spike", 1, 1),)), num_dropped=3)
     base = RunState(190, num_dropped=2, num_healthy=9)
-    after = after_rollback(state, base, Response("replay", 190, ""), FIRST, LADDER, TIMELINE)
+    after = after_rollback(state, base, Response("replay", 190, ""), FIRST, LADDER)
     assert after == replace(base, ledger=state.ledger, rollbacks=(FIRST,))
 
 
@@ -138,3 +154,28 @@ def test_a_cure_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "cure.json").write_text("{")
     with pytest.raises(InputError, match="it says which data the watchdog skipped; put an intact copy back"):
         read_cure(tmp_path)
+
+
+def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_the_runs_beginning() -> None:
+    """Eight times the batch from step 100 on: 1,024 tokens are eight steps before it, and one after it."""
+    batches = [(parse_duration("0 steps"), 128), (parse_duration("100 steps"), 1024)]
+    timeline = make_timeline([Stage("main", 16)], batches, parse_duration("400 steps"))
+    thousand = parse_duration("1024 tokens")
+    ladder = replace(LADDER, skip_before=thousand, skip_after=thousand, stretch=thousand, timeline=timeline)
+
+    def steps(onset: int) -> tuple[int, int]:
+        rollback = Rollback(10, onset + 3, onset, "spike", "skip", 1)
+        skip = skipped(SkipLedger(), 10, rollback, ladder)
+        return skip.start, skip.stop
+
+    assert steps(51) == ((50 - 8) * 8, (50 + 8) * 8)
+    assert steps(201) == ((100 * 8) + 99 * 64, (100 * 8) + 101 * 64)
+    assert steps(101) == ((100 - 8) * 8, (100 * 8) + 64)
+    here = replace(FIRST, onset=201)
+    assert [is_same_place(ladder, here, onset) for onset in (205, 206)] == [True, False]  # 3 of patience, 1
+    spent = tuple(replace(FIRST, onset=200 + 50 * i, step=300) for i in range(4))
+    far = replace(SICK, onset=390)
+    assert respond(ladder, spent, far, 300, CALM).reason == (
+        "4 rollbacks in 1024 tokens are all that is allowed"
+    )
+    assert respond(ladder, spent, far, 301, CALM).action == "replay"

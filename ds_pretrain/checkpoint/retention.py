@@ -10,6 +10,7 @@ from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, RUN_STATE, 
 from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.files import write_atomic, write_point
 from ds_pretrain.response import is_abandoned
+from ds_pretrain.spans import Multiples
 from ds_pretrain.state import Rollback, RunState
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
@@ -26,16 +27,16 @@ def is_left(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
 
 
 def doomed(
-    steps: Sequence[int], *, keep: int, keep_every_steps: int | None, protected: Collection[int]
+    steps: Sequence[int], *, keep: int, keep_every: Multiples | None, protected: Collection[int]
 ) -> list[int]:
-    """The steps to delete: all but the newest `keep`, every `keep_every_steps`-th, and the protected ones."""
+    """The steps to delete: all but the newest `keep`, the first at or after each multiple, the protected."""
     newest = sorted(steps, reverse=True)[:keep]
+    first = {} if keep_every is None else {keep_every.before(step): step for step in sorted(steps)[::-1]}
+    first.pop(0, None)  # what lies before the first multiple
     return [
         step
         for step in sorted(steps)
-        if step not in newest
-        and step not in protected
-        and not (keep_every_steps is not None and step % keep_every_steps == 0)
+        if step not in newest and step not in protected and step not in first.values()
     ]
 
 
@@ -43,7 +44,7 @@ def prune(
     root: Path,
     *,
     keep: int,
-    keep_every_steps: int | None,
+    keep_every: Multiples | None,
     tell: Callable[[str], None],
     only_shipped: bool = False,
     num_calm: int = 1,
@@ -57,7 +58,7 @@ def prune(
     protected = _protected(folders, num_calm) | {
         s for s, f in folders.items() if only_shipped and not is_shipped(f)
     }
-    for step in doomed(list(folders), keep=keep, keep_every_steps=keep_every_steps, protected=protected):
+    for step in doomed(list(folders), keep=keep, keep_every=keep_every, protected=protected):
         try:
             write_point("prune")
             folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))

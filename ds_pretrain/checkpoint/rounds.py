@@ -1,8 +1,9 @@
 """What a host's shipping process does again and again: look what is to be shipped, and ship it."""
 
 import contextlib
+import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import step_of
@@ -22,6 +23,7 @@ from ds_pretrain.checkpoint.unshippable import give_up, take_back, unshipped
 from ds_pretrain.checkpoint.words import Stuck, tell_others
 from ds_pretrain.credentials import scrubbed
 from ds_pretrain.errors import RunError
+from ds_pretrain.spans import Multiples
 
 IDLE_SECONDS = 1.0  # between looks for something new
 _SLOWEST_SECONDS = 60.0  # between tries
@@ -38,7 +40,19 @@ class Order:
     host: int
     num_hosts: int
     keep: int
-    keep_every_steps: int | None
+    keep_every: Multiples | None
+
+    def to_json(self) -> str:
+        """For the command line of a process."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Order":
+        """What `to_json` made."""
+        words = json.loads(text)
+        every = words.pop("keep_every")
+        pieces = every and tuple(tuple(piece) for piece in every["pieces"])
+        return Order(**words, keep_every=every and Multiples(every["every"], pieces))
 
 
 @dataclass
@@ -133,7 +147,7 @@ class Rounds:
         if self.order.host == 0 and self.remote is not None:
             order = self.order
             try:
-                tidy(Path(order.root), self.remote, order.num_hosts, order.keep, order.keep_every_steps)
+                tidy(Path(order.root), self.remote, order.num_hosts, order.keep, order.keep_every)
             except OSError as error:
                 say(f"old checkpoints at {order.place} cannot be deleted: {error}; trying after the next one")
 

@@ -7,7 +7,6 @@ started it, whatever ends that. Signals meant for the ranks do not end it: they 
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import select
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +22,7 @@ from ds_pretrain.checkpoint.layout import step_of
 from ds_pretrain.checkpoint.rounds import IDLE_SECONDS, Order, Rounds, say
 from ds_pretrain.checkpoint.unshippable import awaited, hope_again
 from ds_pretrain.errors import InputError
+from ds_pretrain.spans import Multiples
 
 LOCK = ".ship.lock"
 _CLOSE_SECONDS = 5.0
@@ -33,11 +32,11 @@ class Shipper:
     """The leading rank's handle of its host's shipping process. Nothing here raises but the constructor."""
 
     def __init__(
-        self, root: Path, place: str, host: int, num_hosts: int, keep: int, keep_every_steps: int | None
+        self, root: Path, place: str, host: int, num_hosts: int, keep: int, keep_every: Multiples | None
     ) -> None:
         """Raises InputError if checkpoints would be shipped to where they are."""
         self._root = root
-        self._order = Order(str(root.absolute()), place, host, num_hosts, keep, keep_every_steps)
+        self._order = Order(str(root.absolute()), place, host, num_hosts, keep, keep_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         if "://" not in place and Path(place).resolve() == root.resolve():
@@ -47,7 +46,7 @@ class Shipper:
 
     def start(self) -> None:
         """Start the process; it ships what an earlier one left, too."""
-        command = [sys.executable, "-m", "ds_pretrain.checkpoint.ship", json.dumps(asdict(self._order))]
+        command = [sys.executable, "-m", "ds_pretrain.checkpoint.ship", self._order.to_json()]
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._process = subprocess.Popen(
@@ -166,4 +165,4 @@ def _alone(lock: IO[str], order: Order) -> None:
 
 
 if __name__ == "__main__":
-    main(Order(**json.loads(sys.argv[1])))
+    main(Order.from_json(sys.argv[1]))

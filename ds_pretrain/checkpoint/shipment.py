@@ -39,6 +39,7 @@ from ds_pretrain.checkpoint.words import (
     words_of,
 )
 from ds_pretrain.files import checksum, write_atomic, write_point
+from ds_pretrain.spans import Multiples
 
 __all__ = ["NotAsListed", "Progress", "Stuck", "arrival", "ship", "unshipped"]
 
@@ -207,7 +208,7 @@ def _mark(
     return progress
 
 
-def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps: int | None) -> None:
+def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every: Multiples | None) -> None:
     """Prune the place by the rule that holds here, and what can never become whole. On host 0."""
     here = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
     there = remote.steps()
@@ -215,11 +216,11 @@ def tidy(root: Path, remote: Remote, num_hosts: int, keep: int, keep_every_steps
     def marked(step: int, mark: str) -> bool:
         return (step in here and (here[step] / mark).exists()) or remote.size(step, mark) is not None
 
-    old = doomed(there, keep=keep, keep_every_steps=keep_every_steps, protected=())
+    old = doomed(there, keep=keep, keep_every=keep_every, protected=())
     calm = next((step for step in there if marked(step, CALM)), None) if old else None
     unseen = {arrival(host) for host in range(1, num_hosts)}  # who has not seen yet that it is whole
     # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
-    long_since = doomed(there, keep=2 * keep, keep_every_steps=keep_every_steps, protected=())
+    long_since = doomed(there, keep=2 * keep, keep_every=keep_every, protected=())
     for step in old:
         if step == calm or marked(step, PINNED):
             continue

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from time import monotonic
 
+from ds_pretrain.spans import multiples
 from ds_pretrain.timeline import Duration, Timeline
 
 
 def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) -> bool:
     """True if `step` finished steps, or the tokens they read, pass a multiple of a trigger."""
-    return any(
-        (trigger.unit == "steps" and step % int(trigger.amount) == 0)
-        or (trigger.unit == "tokens" and _passed(timeline, step, int(trigger.amount)))
-        for trigger in triggers
-    )
+    counted = [multiples(trigger, timeline) for trigger in triggers if trigger.unit in ("steps", "tokens")]
+    return any(one.before(step) > one.before(step - 1) for one in counted)
 
 
 def ends_phase(step: int, timeline: Timeline) -> bool:
@@ -34,7 +32,3 @@ class WallClock:
     def restart(self) -> None:
         """Count from now: a checkpoint was saved."""
         self._since = monotonic()
-
-
-def _passed(timeline: Timeline, step: int, tokens: int) -> bool:
-    return timeline.tokens_before(step) // tokens > timeline.tokens_before(step - 1) // tokens

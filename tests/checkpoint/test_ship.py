@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from ds_pretrain.checkpoint.ship import Shipper
 from ds_pretrain.checkpoint.shipment import Progress, ship
 from ds_pretrain.checkpoint.words import Stuck, arrival
 from ds_pretrain.errors import InputError
+from ds_pretrain.spans import Multiples
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
 from tests.checkpoint.test_layout import MANIFEST
 
@@ -152,7 +153,7 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
             sys.executable,
             "-m",
             "tests.checkpoint.killed_shipping",
-            json.dumps(asdict(order)),
+            order.to_json(),
             str(nth),
         ]
         done = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
@@ -395,7 +396,7 @@ def test_the_word_of_a_host_that_lost_its_disk_does_not_keep_a_checkpoint_there_
 
 def test_retention_there_is_the_rule_that_holds_here(place: str, tmp_path: Path) -> None:
     remote, here = open_remote(place), tmp_path / "here"
-    order = replace(_order(here, place, keep=2), keep_every_steps=40)
+    order = replace(_order(here, place, keep=2), keep_every=Multiples(40, ((0, 0, 1),)))
     rounds = Rounds(order)
     for step in (10, 20, 30, 40, 50, 60):
         _publish(here, step)
@@ -444,13 +445,13 @@ def test_a_checkpoint_that_is_not_shipped_is_never_pruned_here(tmp_path: Path) -
     for step in (10, 20, 30):
         _publish(root, step)
     ship(root / step_name(10), open_remote(str(tmp_path / "vault")), 0, 1)
-    prune(root, keep=1, keep_every_steps=None, tell=told.append, only_shipped=True)
+    prune(root, keep=1, keep_every=None, tell=told.append, only_shipped=True)
     assert [folder.name for folder in published(root)] == [step_name(30), step_name(20)]
     ship(root / step_name(20), open_remote(str(tmp_path / "vault")), 0, 1)
     _publish(root, 20, salt="again")  # its mark is now of another save
-    prune(root, keep=1, keep_every_steps=None, tell=told.append, only_shipped=True)
+    prune(root, keep=1, keep_every=None, tell=told.append, only_shipped=True)
     assert [folder.name for folder in published(root)] == [step_name(30), step_name(20)]
-    prune(root, keep=1, keep_every_steps=None, tell=told.append)
+    prune(root, keep=1, keep_every=None, tell=told.append)
     assert [folder.name for folder in published(root)] == [step_name(30)]
     assert told == []
 
@@ -586,7 +587,7 @@ def test_not_even_an_error_that_nobody_foresaw_shows_a_credential_or_a_stack(
     _publish(tmp_path / "here", 10)
     Rounds(_order(tmp_path / "here", str(tmp_path))).round()
     assert "yet: it said [hidden]; trying again" in capsys.readouterr().err
-    order = json.dumps(asdict(_order(tmp_path / "open sesame", "nowhere")))
+    order = _order(tmp_path / "open sesame", "nowhere").to_json()
     command = [sys.executable, "-m", "ds_pretrain.checkpoint.ship", order]
     stdin, kept_open = os.pipe()
     done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)

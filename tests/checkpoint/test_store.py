@@ -18,6 +18,7 @@ from ds_pretrain.checkpoint.saves import Outcome, Saves, save_now
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import Capture
 from ds_pretrain.healing import saved_steps
+from ds_pretrain.spans import Multiples
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
 from tests.checkpoint.test_layout import MANIFEST
@@ -359,11 +360,11 @@ def test_pruning_keeps_the_newest_and_deletes_what_killed_saves_left(tmp_path: P
         _save(tmp_path, step, world)
     (tmp_path / "step_000000007.partial").mkdir()
     (tmp_path / "step_000000001.broken").mkdir()
-    prune(tmp_path, keep=2, keep_every_steps=None, tell=told.append)
+    prune(tmp_path, keep=2, keep_every=None, tell=told.append)
     assert [path.name for path in published(tmp_path)] == ["step_000000012", "step_000000009"]
     assert _names(tmp_path) == ["latest", "step_000000001.broken", "step_000000009", "step_000000012"]
     assert told == []
-    prune(tmp_path, keep=5, keep_every_steps=None, tell=told.append)
+    prune(tmp_path, keep=5, keep_every=None, tell=told.append)
     assert len(published(tmp_path)) == 2
 
 
@@ -378,7 +379,7 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    prune(tmp_path, keep=1, keep_every_steps=None, tell=told.append)
+    prune(tmp_path, keep=1, keep_every=None, tell=told.append)
     torn = tmp_path / "step_000000003.doomed.partial"
     assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
@@ -387,18 +388,28 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
     monkeypatch.undo()
     _save(tmp_path, 9, world)
     monkeypatch.setattr(Path, "rename", lambda self, target: refuse(self))
-    prune(tmp_path, keep=1, keep_every_steps=None, tell=told.append)
+    prune(tmp_path, keep=1, keep_every=None, tell=told.append)
     assert told == [
         f"cannot delete the old checkpoint {tmp_path / step_name(6)}: "
         "[Errno 16] Device or resource busy; training goes on"
     ]
 
 
+def test_the_first_checkpoint_at_or_after_each_multiple_stays_where_none_lies_on_it() -> None:
+    """As with saves by the clock, or multiples of tokens: 10 tokens a step, from step 30 on 100."""
+    steps = [3, 9, 14, 21, 28, 33, 41, 47]
+    tens = Multiples(10, ((0, 0, 1),))
+    assert doomed(steps, keep=1, keep_every=tens, protected=()) == [3, 9, 28]
+    tokens = Multiples(1000, ((0, 0, 10), (30, 300, 100)))  # 600 tokens at step 33, 1,400 at 41, 2,000 at 47
+    assert doomed(steps, keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
+    assert doomed([*steps, 60], keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
+
+
 def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp_path: Path) -> None:
     steps = [1, 10, 20, 30, 40, 50]
-    assert doomed(steps, keep=2, keep_every_steps=None, protected=()) == [1, 10, 20, 30]
-    assert doomed(steps, keep=1, keep_every_steps=20, protected=()) == [1, 10, 30]
-    assert doomed(steps, keep=1, keep_every_steps=None, protected={10, 30}) == [1, 20, 40]
+    assert doomed(steps, keep=2, keep_every=None, protected=()) == [1, 10, 20, 30]
+    assert doomed(steps, keep=1, keep_every=Multiples(20, ((0, 0, 1),)), protected=()) == [1, 10, 30]
+    assert doomed(steps, keep=1, keep_every=None, protected={10, 30}) == [1, 20, 40]
     for step in steps:
         _save(tmp_path, step, World())
     pin(tmp_path / step_name(10), True)
@@ -406,7 +417,7 @@ def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp
     pin(tmp_path / step_name(20), False)
     for step in (1, 30):
         (tmp_path / step_name(step) / CALM).touch()
-    prune(tmp_path, keep=1, keep_every_steps=40, tell=print)
+    prune(tmp_path, keep=1, keep_every=Multiples(40, ((0, 0, 1),)), tell=print)
     assert [path.name for path in published(tmp_path)] == [step_name(step) for step in (50, 40, 30, 10)]
     assert _find(tmp_path, World()) == ("step_000000050", [], None)
 
@@ -465,7 +476,7 @@ def test_the_watchdog_has_as_many_calm_checkpoints_as_it_may_go_back_to(tmp_path
         _save(tmp_path, step, world)
         if step < 8:
             (tmp_path / step_name(step) / CALM).touch()
-    prune(tmp_path, keep=1, keep_every_steps=None, tell=print, num_calm=2)
+    prune(tmp_path, keep=1, keep_every=None, tell=print, num_calm=2)
     assert _names(tmp_path) == ["latest", *map(step_name, (4, 6, 10))]
 
 
@@ -504,7 +515,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     _save(tmp_path, 6, world)  # the run comes by again
     pin(tmp_path / step_name(6), True)
     store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
-    prune(tmp_path, keep=1, keep_every_steps=None, tell=print)
+    prune(tmp_path, keep=1, keep_every=None, tell=print)
     assert {f"{step_name(6)}.left_1", f"{step_name(6)}.left_2"} <= set(_names(tmp_path))
     assert published(tmp_path) == [tmp_path / step_name(2)]
 

@@ -230,7 +230,7 @@ def test_pruning_a_checkpoint_prunes_its_universal_form(tmp_path: Path) -> None:
     for folder in (write_checkpoint(tmp_path), tmp_path / "step_000000009"):
         folder.mkdir(exist_ok=True)
         cache_of(folder).mkdir()
-    prune(tmp_path, keep=1, keep_every_steps=None, tell=print)
+    prune(tmp_path, keep=1, keep_every=None, tell=print)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000009", "step_000000009.universal"]
 
 

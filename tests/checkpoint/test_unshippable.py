@@ -207,9 +207,9 @@ def test_a_checkpoint_that_is_broken_here_is_said_once_and_not_tried_or_waited_f
     shipper = Shipper(here, place, 0, 1, 5, None)
     assert shipper.wait(0)
     assert shipper.unshipped() == []
-    prune(here, keep=1, keep_every_steps=None, tell=lambda text: None, only_shipped=True)
+    prune(here, keep=1, keep_every=None, tell=lambda text: None, only_shipped=True)
     publish(here, 30)
-    prune(here, keep=1, keep_every_steps=None, tell=lambda text: None, only_shipped=True)
+    prune(here, keep=1, keep_every=None, tell=lambda text: None, only_shipped=True)
     assert step_name(20) in [folder.name for folder in published(here)]
 
 

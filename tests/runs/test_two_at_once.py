@@ -52,7 +52,7 @@ def _spied(world: World, folder: str) -> list[tuple[str, str]]:
     for step in (3, 6, 9, 12):
         assert test_store._save(root, step, host_world).problem is None
         if host_world.is_main:
-            prune(root, keep=2, keep_every_steps=None, tell=print)
+            prune(root, keep=2, keep_every=None, tell=print)
         barrier(world)
     assert store.find(Places(root, root), host_world, print) is not None
     patch.undo()
