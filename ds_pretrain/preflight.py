@@ -19,15 +19,13 @@ from ds_pretrain.data.views import view
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
-from ds_pretrain.interval import advice, advice_lines, spoken, stall_warning
 from ds_pretrain.known_bad import bad_versions, installed_versions
 from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
-from ds_pretrain.monitor.timings import read_timings
 from ds_pretrain.plan import Plan, check_world
 from ds_pretrain.rate_plot import rate_lines
 from ds_pretrain.run_directory import directory_problems
-from ds_pretrain.timeline import Segment, accumulation, to_steps, worlds_that_divide
+from ds_pretrain.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.veto import drop_problems
 
 
@@ -137,41 +135,6 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     if plan.base is not None:
         warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
         yield from (f"warning    {warning}" for warning in warnings)
-
-
-def interval_lines(plan: Plan) -> Iterator[str]:
-    """How often to save, from what this run has measured; or the one line of what is needed to say it."""
-    timings, section = read_timings(plan.out), plan.run.checkpoint
-    stall, complete, restore = timings.stall_seconds, timings.complete_seconds, timings.restore_seconds
-    if section.mtbf is None or stall is None or complete is None:
-        mtbf = 'checkpoint.mtbf, the mean time between failures here (like "8 h")'
-        save = "a first save of this run, to be measured"
-        needed = [words for words, lacks in ((mtbf, section.mtbf is None), (save, stall is None)) if lacks]
-        yield f"saves      advice on checkpoint.every needs {' and '.join(needed)}"
-        return
-    interval = _interval_seconds(plan, timings.step_seconds)
-    yield (
-        f"saves      measured: training stands still for {spoken(stall)}, a checkpoint is complete after "
-        f"{spoken(complete)}, a restore takes {'an unknown time' if restore is None else spoken(restore)}"
-    )
-    found = advice(stall, complete, restore or 0.0, section.mtbf.seconds, interval)
-    yield from (f"           {line}" for line in advice_lines(found))
-    warning = None if interval is None else stall_warning(stall, interval, section.stall_share)
-    if warning is not None:
-        yield f"warning    {warning}"
-
-
-def _interval_seconds(plan: Plan, step_seconds: float | None) -> float | None:
-    """Seconds between saves as `checkpoint.every` has them: of several triggers the first to come."""
-    seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]
-    if step_seconds is not None:
-        tokens_per_step = plan.timeline.segments[0].tokens_per_step
-        seconds += (
-            to_steps(duration, tokens_per_step) * step_seconds
-            for duration in plan.run.checkpoint.every
-            if duration.unit != "seconds"
-        )
-    return min(seconds, default=None)
 
 
 def _open_all(

@@ -30,8 +30,8 @@ LAYERS: dict[str, int] = {
             "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "curriculum stages preflight rehearsal opening probing incidents suspects healing saving shipping step "
-            "evaluation train sample launch watchdog_replay audit branch branch_parent",
+            "curriculum stages preflight rehearsal save_advice opening probing incidents suspects healing "
+            "saving shipping step evaluation train sample launch watchdog_replay audit branch branch_parent",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )

@@ -8,7 +8,8 @@ import pytest
 from ds_pretrain.cli import main
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.preflight import find_problems, interval_lines, open_inputs, summary
+from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.save_advice import interval_lines
 from ds_pretrain.schedules import Wsd
 from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
 
@@ -178,7 +179,7 @@ def _measured(out: Path, *records: dict[str, object]) -> None:
     (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-STEP = {"event": "step", "step_seconds": 2.0}
+STEP = {"event": "step", "step": 4, "step_seconds": 2.0}
 SAVE = {"event": "checkpoint", "stall_seconds": 0.5, "total_seconds": 8.0}
 
 
@@ -201,6 +202,19 @@ def test_of_several_triggers_the_first_to_come_is_the_interval(tmp_path: Path) -
     lines = list(interval_lines(plan))
     assert "a restore takes an unknown time" in lines[0]
     assert "about 64 s at present" in lines[2]
+
+
+def test_an_interval_in_tokens_counts_the_batch_of_where_the_run_stands(tmp_path: Path) -> None:
+    """A batch twice as large since step 4: so half as many steps, of 2 s each."""
+    ramp = 'batch.ramp={"0" = "64", "4 steps" = "128"}'
+    every = 'checkpoint.every=["2_560 tokens"]'
+    plan = load_plan(make_run(tmp_path), [ramp, every, "checkpoint.mtbf=8 h"])
+    _measured(plan.out, STEP, SAVE)
+    assert "about 80 s at present" in list(interval_lines(plan))[2]
+    (plan.out / "metrics.jsonl").unlink()
+    plan.out.rmdir()
+    _measured(plan.out, STEP, SAVE, {**STEP, "step": 5})
+    assert "about 40 s at present" in list(interval_lines(plan))[2]
 
 
 def test_a_stall_above_its_share_is_a_warning(tmp_path: Path) -> None:

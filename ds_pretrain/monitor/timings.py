@@ -21,6 +21,7 @@ class Timings:
     stall_seconds: float | None = None  # that training stands still for a save
     complete_seconds: float | None = None  # of a save, from its begin to a complete checkpoint
     restore_seconds: float | None = None
+    step: int | None = None  # the newest that was measured
 
 
 def read_timings(out: Path) -> Timings:
@@ -38,11 +39,13 @@ def read_timings(out: Path) -> Timings:
     except OSError:
         return Timings()
     steps, saves, resumes = newest.values()
+    numbers = (_field(line, "step") for line in reversed(steps))
     return Timings(
         _median(steps, "step_seconds"),
         _median(saves, "stall_seconds"),
         _median(saves, "total_seconds"),
         _median(resumes, "restore_seconds"),
+        next((number for number in numbers if isinstance(number, int) and number > 0), None),
     )
 
 

@@ -24,14 +24,14 @@ def test_medians_of_what_was_measured_are_read_past_torn_lines(tmp_path: Path) -
     with (tmp_path / METRICS).open("a") as torn:
         torn.write('{"event": "step", "step_sec')
     found = read_timings(tmp_path)
-    assert found == Timings(3.0, pytest.approx(0.6), 9.0, 40)
+    assert found == Timings(3.0, pytest.approx(0.6), 9.0, 40, step=1)
 
 
 def test_of_a_long_run_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "_NEWEST", 3)
-    lines = [json.dumps({"event": "step", "step_seconds": seconds}) for seconds in range(10)]
+    lines = [json.dumps({"event": "step", "step": seconds, "step_seconds": seconds}) for seconds in range(10)]
     (tmp_path / METRICS).write_text("\n".join(lines))
-    assert read_timings(tmp_path) == Timings(step_seconds=8)
+    assert read_timings(tmp_path) == Timings(step_seconds=8, step=9)
 
 
 def test_a_run_that_has_not_begun_has_measured_nothing(tmp_path: Path) -> None:
