@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_pretrain.errors import InputError
+from ds_pretrain.paths import place_text
 from ds_pretrain.plan import load_plan
 
 if TYPE_CHECKING:
@@ -71,6 +72,35 @@ def checkpoint_root(run: Path) -> Path:
         f"{run}: there is no {root} here; {on_hosts}and what has been shipped is in {plan.ship_to}: ask "
         f"about that with --shipped, or name a folder of checkpoints instead of {run}"
     )
+
+
+def parent_place(run: str) -> "Path | Remote":
+    """Where the checkpoints are that another run begins from: here, or where they were shipped to.
+
+    Raises:
+        InputError: a run directory that holds none, or a URL with a credential in it.
+    """
+    from ds_pretrain.checkpoint.layout import published
+    from ds_pretrain.checkpoint.remote import remote_at
+
+    if "://" in run:
+        try:
+            return remote_at(place_text(run))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    if (path := Path(run)).is_dir():
+        root = checkpoint_root(path)
+        if published(root) or not (path / "run.toml").is_file():
+            return root
+        raise InputError(
+            f"{run} holds no checkpoint; give the run file, whose checkpoint.ship_to says where they were "
+            "shipped to, or that place itself, a folder or a URL"
+        )
+    plan = load_plan(path)
+    root = plan.out / "checkpoints"
+    if published(root) or plan.ship_to is None:
+        return root
+    return remote_at(plan.ship_to) if "://" in plan.ship_to else Path(plan.ship_to)
 
 
 def _place(run: Path) -> "Remote":
@@ -147,9 +177,10 @@ def _lineage(out: Path) -> Iterator[str]:
         record = read_record(out)
     if record is None or (line := record.lineage) is None:
         return
-    folder, now = Path(line.directory) / step_name(line.step), "it is no longer there"
+    folder = f"{line.directory}/{step_name(line.step)}"
+    now = "not looked at" if "://" in folder else "it is no longer there"
     with suppress(OSError):
-        is_same = checksum(folder / MANIFEST) == line.manifest
+        is_same = checksum(Path(folder) / MANIFEST) == line.manifest
         now = "it is there" if is_same else "another one is there now"
     yield (
         f"branched from {line.name} at step {line.step:,}: {folder} (run {line.run}, manifest "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import branch as branch_module
+from ds_pretrain import branch_parent as parent_module
 from ds_pretrain.checkpoint.layout import (
     DEEPSPEED,
     MANIFEST,
@@ -201,7 +201,7 @@ def test_what_lies_ahead_may_differ_sources_too(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     assert main(words(tmp_path, 8, "batch.micro_sequences=1", "schedule.floor=0.1")) == 0
     manifest = parse_manifest((tmp_path / "cool/checkpoints" / step_name(8) / MANIFEST).read_text())
-    assert manifest.probe is None  # its batch is of the new phase
+    assert manifest.probe is not None  # the first start knows whether its model computes the same there
 
 
 def test_a_past_schedule_may_be_another_on_purpose(
@@ -226,6 +226,11 @@ def _fill(folder: Path) -> None:
     (folder / "cool" / "precious.txt").write_text("mine")
 
 
+def _ship(folder: Path) -> None:
+    (folder / "shipped").mkdir()
+    (folder / "shipped" / "run.json").write_text('{"name": "tiny"}')
+
+
 @pytest.mark.parametrize(
     ("prepare", "at", "overrides", "message"),
     [
@@ -238,7 +243,43 @@ def _fill(folder: Path) -> None:
         ),
         (_tear, 8, (), "is broken: its manifest or run_state.json cannot be read (Expecting"),
         (_fill, 8, (), "cool is not empty (precious.txt); give an empty or a new folder"),
-        (None, 8, ("out={folder}/out",), "out is not empty (checkpoints); give an empty or a new folder"),
+        (
+            None,
+            8,
+            ("out={folder}/out",),
+            "out = {folder}/out lies in the parent's run directory ({folder}/out)",
+        ),
+        (None, 8, ("out={folder}/out/cool",), "out = {folder}/out/cool lies in the parent's run directory"),
+        (
+            None,
+            8,
+            ("out={folder}/out/checkpoints",),
+            "out = {folder}/out/checkpoints lies in the parent's folder of checkpoints",
+        ),
+        (
+            None,
+            8,
+            ("out={folder}/out/checkpoints/step_000000004/rng/x",),
+            "rng/x lies in a checkpoint ({folder}/out/checkpoints/step_000000004); name a folder outside",
+        ),
+        (
+            None,
+            8,
+            ("checkpoint.local={folder}/x", "checkpoint.ship_to={folder}/out/checkpoints"),
+            "checkpoint.ship_to = {folder}/out/checkpoints lies in the parent's folder of checkpoints",
+        ),
+        (
+            None,
+            8,
+            ("checkpoint.local={folder}/out/x",),
+            "checkpoint.local = {folder}/out/x lies in the parent's run directory",
+        ),
+        (
+            _ship,
+            8,
+            ("checkpoint.ship_to={folder}/shipped",),
+            'ship_to = {folder}/shipped holds the checkpoints of another run ({{"name": "tiny"}}); give each',
+        ),
         (None, 8, ("name=tiny",), "name = 'tiny' is the parent's; give the branch a name of its own"),
         (
             None,
@@ -268,7 +309,8 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_left_behind(
         prepare(tmp_path)
     before = contents(tmp_path)
     own = [override.format(folder=tmp_path) for override in overrides]
-    assert message in refusal(capsys, words(tmp_path, at, *own))
+    said = refusal(capsys, words(tmp_path, at, *own))
+    assert (message.format(folder=tmp_path) if "{folder}" in message else message) in said
     assert contents(tmp_path) == before
 
 
@@ -290,7 +332,7 @@ def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing
 
     monkeypatch.setattr(os, "link", refuse)
     with monkeypatch.context() as patch:
-        patch.setattr(branch_module, "free_bytes", lambda folder: 100)
+        patch.setattr(parent_module, "free_bytes", lambda folder: 100)
         said = refusal(capsys, words(tmp_path, 8))
         assert "cannot be linked there, and a copy takes" in said
         assert "where 100 B are free; make room" in said
@@ -302,6 +344,85 @@ def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing
         root / step_name(8) / SHARD, tmp_path / "out/checkpoints" / step_name(8) / SHARD
     )
     assert main(["checkpoints", str(tmp_path / "cool"), "verify"]) == 0
+
+
+def _shipped_parent(folder: Path, place: str) -> list[str]:
+    """A parent whose checkpoints are at a URL alone, and the command that names its run file."""
+    from fsspec.core import url_to_fs
+
+    out = make_parent(folder)
+    fs, there = url_to_fs(place)
+    for path in (out / "checkpoints").rglob("*"):
+        if path.is_file():
+            fs.pipe_file(f"{there}/{path.relative_to(out / 'checkpoints')}", path.read_bytes())
+    shutil.rmtree(out)
+    own = (folder / "run.toml").read_text()
+    (folder / "cool.toml").write_text(own)
+    (folder / "run.toml").write_text(
+        own.replace("keep = 20", f'keep = 20\nlocal = "{folder}/fast"\nship_to = "{place}"')
+    )
+    command = words(folder, 8)
+    return [command[0], str(folder / "run.toml"), *command[2:4], str(folder / "cool.toml"), *command[5:]]
+
+
+def test_a_parent_at_a_url_is_fetched_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"memory://{tmp_path.name}/parent"
+    command = _shipped_parent(tmp_path, place)
+    assert main(command) == 0
+    assert " fetched)" in capsys.readouterr().out
+    ours = tmp_path / "cool" / "checkpoints" / step_name(8)
+    assert (ours / SHARD).read_bytes() == bytes([8]) * 1000
+    assert main(["checkpoints", str(tmp_path / "cool"), "verify"]) == 0
+    record = read_record(tmp_path / "cool")
+    assert record is not None
+    assert record.lineage is not None
+    assert record.lineage.directory == place
+    assert main(["checkpoints", str(tmp_path / "cool")]) == 0
+    assert f"at step 8: {place}/{step_name(8)} (run parent-id, manifest" in capsys.readouterr().out
+    kept = main(["checkpoints", str(tmp_path / "run.toml"), "--shipped"])
+    assert (kept, "pinned" in capsys.readouterr().out) == (0, True)
+    # The place itself may be named, and is the parent's alone.
+    other = [command[0], place, *command[2:], "name=other", f"out={tmp_path}/other"]
+    assert main(other) == 0
+    said = refusal(capsys, [*other, f"out={tmp_path}/more", f"checkpoint.ship_to={place}"])
+    assert f"checkpoint.ship_to = {place} is where the parent's checkpoints are" in said
+
+
+def test_what_cannot_be_fetched_whole_is_refused_and_nothing_is_left_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.core import url_to_fs
+
+    place = f"memory://{tmp_path.name}/torn"
+    command = _shipped_parent(tmp_path, place)
+    said = refusal(capsys, [*command[:3], "7", *command[4:]])
+    assert f"{place} has no checkpoint of step 7; it has: 11, 8, 4" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(parent_module, "free_bytes", lambda folder: 100)
+        assert "where 100 B are free; make room, or put `out` on a larger disk" in refusal(capsys, command)
+    fs, there = url_to_fs(place)
+    fs.pipe_file(f"{there}/{step_name(8)}/{SHARD}", b"x" * 1000)
+    assert f"is broken: {SHARD} is not what its manifest says; branch from another" in refusal(
+        capsys, command
+    )
+    assert contents(tmp_path / "cool") == [".run.lock"]
+    secret = refusal(capsys, [command[0], "s3://key:hush@bucket/x", *command[2:]])
+    assert "holds a user, a password or a query" in secret
+    assert "hush" not in secret
+
+
+def test_a_run_directory_whose_checkpoints_are_elsewhere_says_what_to_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = make_parent(tmp_path)
+    (out / "checkpoints").rename(tmp_path / "shipped")
+    (out / "run.toml").touch()
+    said = refusal(capsys, words(tmp_path, 8))
+    assert "out holds no checkpoint; give the run file, whose checkpoint.ship_to says where they were" in said
+    command = words(tmp_path, 8)
+    assert main([command[0], str(tmp_path / "shipped"), *command[2:]]) == 0
 
 
 def test_a_copy_that_reads_back_as_something_else_is_refused(
@@ -320,7 +441,7 @@ def test_a_copy_that_reads_back_as_something_else_is_refused(
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         return path
 
-    monkeypatch.setattr(branch_module, "copied_beside", flipped)
+    monkeypatch.setattr(parent_module, "copied_beside", flipped)
     assert "was copied and reads back as something else" in refusal(capsys, words(tmp_path, 8))
     assert contents(tmp_path / "cool") == [".run.lock"]
 
@@ -333,6 +454,6 @@ def test_a_parent_that_cannot_be_written_to_is_branched_all_the_same(
     def refuse(*words: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(branch_module, "note_branch", refuse)
+    monkeypatch.setattr(parent_module, "note_branch", refuse)
     assert main(words(tmp_path, 8)) == 0
     assert "could not be pinned (Permission denied): its run may prune it" in capsys.readouterr().err
