@@ -5,10 +5,8 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 `Plan` (plan.py) computes it.
 """
 
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,110 +15,42 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
     ValidationError,
     model_validator,
 )
 
 from ds_pretrain.complaints import explain
 from ds_pretrain.errors import InputError
-from ds_pretrain.paths import folder_text, path_text, place_text, source_prefix
-from ds_pretrain.reading import shown
+from ds_pretrain.fields import (
+    BatchTokens,
+    Count,
+    FilePath,
+    Fraction01,
+    HostFolder,
+    Interval,
+    Length,
+    Name,
+    OptionalWeight,
+    Place,
+    Positive,
+    Ramp,
+    Share,
+    ShareOfRun,
+    ShareOrPhase,
+    Text,
+    Triggers,
+    Weight,
+    as_tuple,
+)
+from ds_pretrain.paths import source_prefix
 from ds_pretrain.schedules import RateRule, Shape
-from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
+from ds_pretrain.timeline import parse_duration
 
 
 class Section(BaseModel):
     """A table of the run file: frozen, strict about types, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
-    """A validator that reads a duration in one of `units`."""
-
-    return PlainValidator(lambda value: _read_duration(value, units, may_be_zero))
-
-
-def _read_duration(value: Any, units: Sequence[Unit], may_be_zero: bool) -> Duration:
-    duration = value if isinstance(value, Duration) else parse_duration(_text(value))
-    if duration.unit not in units:
-        raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
-    if duration.amount == 0 and not may_be_zero:
-        raise ValueError(f'"{duration}" is zero; expected more')
-    return duration
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f'{shown(value)} has no unit; write it as text with one, like "2000 steps"')
-    return value
-
-
-def _optional_weight(value: Any) -> Any:
-    return None if value in (0, False, "off", "none") else value
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _one_or_more(value: Any) -> Any:
-    return _as_tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _source(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-_START = replace(parse_duration("0 steps"), text="0")
-
-
-def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
-    """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
-    steps = [
-        (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
-        for start, tokens in value.items()
-    ]
-    if wrong := [start for start, _ in steps if start.unit not in ("steps", "tokens")]:
-        raise ValueError(f'"{wrong[0]}" is in {wrong[0].unit}; expected steps or tokens')
-    if steps[0][0].amount != 0:
-        raise ValueError(f'a ramp begins with "0"; its first key is "{steps[0][0]}"')
-    return tuple(steps)
-
-
-def _ramp_text(ramp: Any) -> Any:
-    return ramp and {str(start): tokens for start, tokens in ramp}
-
-
-Ramp = Annotated[tuple[tuple[Duration, int], ...], PlainValidator(_ramp)]
-Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
-Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
-ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
-Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
-
-
-def _share_or_phase(value: Any) -> Duration | str:
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", value):
-        return value
-    return _read_duration(value, ("steps", "tokens", "percent"), may_be_zero=True)
-
-
-ShareOrPhase = Annotated[Duration | str, PlainValidator(_share_or_phase), PlainSerializer(str)]
-BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
-Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
-FilePath = Annotated[str, AfterValidator(path_text)]
-HostFolder = Annotated[str, AfterValidator(folder_text)]
-Place = Annotated[str, AfterValidator(place_text)]  # a folder, or a URL
-Text = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(gt=0, le=10**12)]
-Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite
 
 
 class ModelSection(Section):
@@ -133,7 +63,7 @@ class ModelSection(Section):
         None  # a model's folder: its weights to begin with
     )
     qk_norm: bool = False
-    z_loss: Annotated[Positive | None, BeforeValidator(_optional_weight)] = None
+    z_loss: OptionalWeight = None
     recompute: bool = False
     mask_documents: bool = False  # attention stays inside a document, and positions restart with each
     attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
@@ -179,7 +109,7 @@ class BatchSection(Section):
     tokens: BatchTokens
     micro_sequences: Count
     accumulation: Count | None = None  # only to insist on a number; it is derived
-    ramp: Annotated[Ramp | None, PlainSerializer(_ramp_text)] = None  # sizes before `tokens` is reached
+    ramp: Ramp | None = None  # sizes before `tokens` is reached
     rate_rule: RateRule = "none"  # the rate at a smaller batch than `tokens`
 
 
@@ -191,6 +121,10 @@ class SourceSection(Section):
     max_document_tokens: Count | None = None  # and those with more
     max_epochs: Positive | None = None  # over the whole run; more is an error at the start
     chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
+
+
+def _source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
 
 
 Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
@@ -234,7 +168,7 @@ class ValidationSection(Section):
 class CheckpointSection(Section):
     """When and where to save, and what to keep. The first and the last step are always saved."""
 
-    every: Annotated[tuple[Trigger, ...], BeforeValidator(_one_or_more)] = (parse_duration("1000 steps"),)
+    every: Triggers = (parse_duration("1000 steps"),)
     keep: Count = 3
     keep_every: Length | None = None  # these stay for good
     failures: Count = 3  # saves that may fail in a row before the run stops
@@ -255,7 +189,7 @@ class WatchdogSection(Section):
     drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
     drop_sigmas: Positive | None = None  # an update whose norm is so many spreads above the usual is dropped
     non_finite: Count = 20  # steps in a row
-    respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(_as_tuple)] = ("replay", "skip")
+    respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(as_tuple)] = ("replay", "skip")
     skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
     skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
     rollbacks: Count = 5  # at most, in a stretch
@@ -278,14 +212,14 @@ class Run(Section):
     out: FilePath
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     deepspeed: FilePath
-    accept_changes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    accept_changes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
     resume_from: FilePath | None = None  # a checkpoint to begin from where the run has none of its own
-    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(_as_tuple)] = ()
+    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(as_tuple)] = ()
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
     sources: Sources
-    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(as_tuple), Field(min_length=1)]
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     watchdog: WatchdogSection = WatchdogSection()

@@ -31,7 +31,7 @@ def interval_lines(plan: Plan) -> Iterator[str]:
 
 
 def _interval_seconds(plan: Plan, timings: Timings) -> float | None:
-    """Seconds between saves as `checkpoint.every` has them where the run stands: the first trigger to come."""
+    """Seconds between saves as `checkpoint.every` has them where a run stands: the first one to come."""
     seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]
     if timings.step_seconds is not None and timings.step is not None:
         segment = plan.timeline.at(min(timings.step, plan.last_step) - 1)

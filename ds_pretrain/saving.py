@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import isfinite
-from statistics import median
-from time import monotonic, perf_counter, sleep
+from time import perf_counter, sleep
 
 from ds_pretrain.checkpoint.layout import DEEPSPEED, Manifest, published, step_name, step_of
 from ds_pretrain.checkpoint.places import ASSEMBLED, Places
@@ -22,11 +21,11 @@ from ds_pretrain.deepspeed_json import zero_stage
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import CannotSave, InputError
 from ds_pretrain.files import available_memory_bytes
-from ds_pretrain.interval import advice, advice_lines, stall_warning
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
 from ds_pretrain.run_directory import RunRecord, note_saved
+from ds_pretrain.save_costs import Costs
 from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, gather_objects
@@ -34,7 +33,6 @@ from ds_pretrain.world import World, gather_objects
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
 RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
-_MEASURED_SAVES = 3  # before anything is said about how often to save
 
 
 class Saver:
@@ -264,39 +262,6 @@ class Saver:
             identity=self._record.identity,
             files={},
         )
-
-
-class Costs:
-    """What saves have cost in this start, and what follows for how often to save."""
-
-    def __init__(self, plan: Plan, restore_seconds: float) -> None:
-        self._section, self._restore_seconds = plan.run.checkpoint, restore_seconds
-        self._began: float | None = None  # of the last save that was published
-        self._stalls: list[float] = []
-        self._totals: list[float] = []
-        self._intervals: list[float] = []
-        self._warned = False
-
-    def note(self, outcome: Outcome) -> list[str]:
-        """Take a published save; what there is to say now, each thing once a start."""
-        began = monotonic() - outcome.total_seconds
-        if self._began is not None:
-            self._intervals.append(began - self._began)
-        self._began = began
-        self._stalls.append(outcome.stall_seconds)
-        self._totals.append(outcome.total_seconds)
-        if len(self._intervals) < _MEASURED_SAVES:
-            return []
-        lines = []
-        stall, interval = median(self._stalls[1:]), median(self._intervals)  # the first one allocates buffers
-        warning = None if self._warned else stall_warning(stall, interval, self._section.stall_share)
-        if warning is not None:
-            self._warned = True
-            lines.append(warning)
-        if self._section.mtbf is not None and len(self._intervals) == _MEASURED_SAVES:
-            mtbf = self._section.mtbf.seconds
-            lines += advice_lines(advice(stall, median(self._totals), self._restore_seconds, mtbf, interval))
-        return lines
 
 
 def fits_in_memory(

@@ -25,13 +25,13 @@ LAYERS: dict[str, int] = {
     for layer, names in enumerate(
         [
             "errors files reading world rank_files credentials",
-            "attribution chunk_rule config curves judged complaints paths timeline schedules state record "
-            "plan spans rate_plot run_problems past interval shares response watchdog watchdog_memory "
+            "attribution chunk_rule config fields curves judged complaints paths timeline schedules state "
+            "record plan spans rate_plot run_problems past interval shares response watchdog watchdog_memory "
             "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "curriculum stages preflight rehearsal save_advice opening probing incidents suspects healing "
-            "saving shipping step evaluation train sample launch watchdog_replay audit branch branch_parent",
+            "curriculum stages preflight rehearsal save_advice save_costs opening probing incidents "
+            "suspects healing saving shipping step evaluation train sample launch watchdog_replay audit branch branch_parent",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -55,6 +55,7 @@ SEES_SIBLING = {
     ("train", "preflight"),
     ("step", "saving"),
     ("saving", "shipping"),
+    ("saving", "save_costs"),
     *(("train", part) for part in ("stages", "opening", "probing", "saving", "healing", "shipping", "step")),
     ("train", "evaluation"),
     ("audit", "preflight"),
