@@ -12,11 +12,13 @@ import torch
 
 from ds_pretrain.checkpoint.layout import Manifest
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
+from ds_pretrain.config import RopeSection
 from ds_pretrain.data.feed import Batch, Feed, MicroBatch
 from ds_pretrain.deepspeed_json import uses_bf16
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.models.rope_settings import with_rope
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
@@ -52,10 +54,12 @@ def check_probe(
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
-    phase = plan.phase_at(saved.step).name
-    before = manifest.identity.get("phases", {}).get(phase)
-    if before is not None and before["rope"] != plan.phase_identity(phase)["rope"]:
-        return f"its loss cannot be compared: phase {phase}, which begins there, has other positions now"
+    before, now = (_model_at(identity, saved.step) for identity in (manifest.identity, plan.identity({})))
+    if before is not None and before != now:
+        return (
+            f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
+            f"{plan.phase_at(saved.step).name}, whose rotary positions are others now"
+        )
     there = RunState(saved.step, state.ledger)
     batches, checksum = feed.first_micro_batches(there, saved.num_ranks, saved.micro_sequences)
     if checksum != saved.checksum:
@@ -77,6 +81,23 @@ def check_probe(
             'accept_changes = ["probe"]'
         )
     )
+
+
+def _model_at(identity: Mapping[str, Any], step: int) -> dict[str, Any] | None:
+    """The model config of the update after `step` finished steps, by a run's identity; None if it is not said.
+
+    What phases make of positions is in it, whatever they are called.
+    """
+    try:
+        model = dict(identity["model"]["config"])
+        phases = sorted(identity["phases"].values(), key=lambda phase: phase["first_step"])
+        for phase in phases:
+            if phase["first_step"] <= step:
+                given = {key: value for key, value in (phase["rope"] or {}).items() if value is not None}
+                model = with_rope(model, RopeSection(**given) if given else None, phase["seq_len"])
+    except (KeyError, TypeError, ValueError):  # of another version, or of another program
+        return None
+    return model
 
 
 def _mean_loss(

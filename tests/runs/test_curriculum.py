@@ -138,5 +138,5 @@ def test_positions_that_change_right_behind_a_checkpoint_are_no_fault_of_its_wei
     [resumed] = [r for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if r["event"] == "resume"]
     assert resumed["step"] == LONG
     assert resumed["probe"] == (
-        "its loss cannot be compared: phase long, which begins there, has other positions now"
+        "its loss cannot be compared: it is of step 9, in phase long, whose rotary positions are others now"
     )

@@ -1,6 +1,7 @@
 """A loss is stored with each checkpoint, and a restored model has to have it again."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,42 @@ def test_a_checkpoint_of_before_there_were_probes_is_resumed(tmp_path: Path) -> 
     [ended] = run_ranks(start, 1, str(run_file))
     assert ended.code == EXIT_FINISHED
     assert "no loss was stored with it to compare" in ended.stdout
+
+
+LONG = """
+[[phases]]
+name = "long"
+start = "4 steps"
+seq_len = 32
+micro_sequences = 1
+mixture = { text = 1.0 }
+rope = { theta = 5e4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "said"),
+    [
+        ("long", "5e4", "its loss on the first micro-batches of step 5 is what it was"),
+        ("anneal", "5e4", "its loss on the first micro-batches of step 5 is what it was"),
+        ("long", "7e4", "it is of step 5, in phase long, whose rotary positions are others now"),
+        ("anneal", "7e4", "it is of step 5, in phase anneal, whose rotary positions are others now"),
+    ],
+)
+def test_a_phase_that_begins_at_the_checkpoint_is_compared_if_its_positions_are_the_same_whatever_its_name(
+    tmp_path: Path, name: str, theta: str, said: str
+) -> None:
+    run_file = make_run(tmp_path, steps=6, save_every="2 steps", model=PLAIN)
+    text = run_file.read_text().replace("[validation]", f"{LONG}[validation]")
+    run_file.write_text(text)
+    folder = tmp_path / "out" / "checkpoints"
+    assert [e.code for e in run_ranks(start, 1, str(run_file))] == [EXIT_FINISHED]
+    for step in (5, 6):
+        shutil.rmtree(folder / f"step_{step:09d}", ignore_errors=True)
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    (tmp_path / "out" / "run.json").write_text(json.dumps({**record, "saved_step": 4}))
+    assert _probes(tmp_path / "out")[4].step == 4
+    run_file.write_text(text.replace('name = "long"', f'name = "{name}"').replace("5e4", theta))
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert ended.code == EXIT_FINISHED, ended.stderr
+    assert said in _said(tmp_path / "out")
