@@ -84,7 +84,7 @@ def check_probe(
 
 
 def _model_at(identity: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-    """The model config of the update after `step` finished steps, by a run's identity; None if it is not said.
+    """The model config of the update after `step` finished steps, by a run's identity; None if unsaid.
 
     What phases make of positions is in it, whatever they are called.
     """

@@ -63,12 +63,20 @@ def rope_change_warnings(
 ) -> list[str]:
     """What is allowed and seldom meant: sequences beyond the model's positions with nothing done for them.
 
-    Raising theta alone is a way to extend a context (arXiv:2309.16039) and is not warned of.
+    Also a theta that falls. Raising it alone is a way to extend a context (arXiv:2309.16039) and is not
+    warned of.
     """
-    before = rope_state(model)
-    if not has_rope(model) or not before.num_positions or seq_len <= before.num_positions:
+    if not has_rope(model):
         return []
-    after = rope_state(with_rope(model, rope, seq_len))
+    before, after = rope_state(model), rope_state(with_rope(model, rope, seq_len))
+    if after.theta < before.theta:
+        return [
+            f"{where}: theta falls from {before.theta:,.10g} to {after.theta:,.10g}: every frequency that was "
+            "learned rises, and distant tokens look alike sooner; a longer context takes a higher theta, and a "
+            "phase that names none keeps that of the phase before"
+        ]
+    if not before.num_positions or seq_len <= before.num_positions:
+        return []
     extends = after.kind != "default" and (after.kind, after.factor) != (before.kind, before.factor)
     if after.theta > before.theta or extends or _reach(before, before.num_positions) >= seq_len:
         return []

@@ -351,5 +351,8 @@ def test_longer_sequences_with_nothing_done_for_them_are_warned_of() -> None:
     ]
     assert len(warned(NEW, RopeSection(theta=20_000.0))) == 1
     assert warned(NEW, None, 4096) == warned(tiny.GPT2, None, 4096) == []
+    [fallen] = warned(NEW, RopeSection(theta=10_000.0), 4096)
+    assert fallen.startswith("long.rope: theta falls from 20,000 to 10,000: every frequency that was learned")
+    assert warned(NEW, RopeSection(theta=20_000.0), 4096) == []
     assert warned(NEW, RopeSection(theta=1e6)) == warned(NEW, YARN) == []
     assert warned(NEW_YARN, None, 16_384) == []  # its scaling was made for more than it was trained on

@@ -16,7 +16,7 @@ from ds_pretrain.cli import main
 from ds_pretrain.curriculum import open_sampler
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.engine import initialize_distributed
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED
 from ds_pretrain.models.groups import owned_parameters
 from ds_pretrain.monitor.sinks import read_metrics
