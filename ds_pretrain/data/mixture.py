@@ -14,10 +14,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.permute import Words, derive_keys, permute
+from ds_pretrain.data.permute import Words, derive_keys, keys_of, mixed, permute
 from ds_pretrain.errors import InputError
 
 BLOCK_DRAWS = 4096
+_BITS = np.uint64(BLOCK_DRAWS.bit_length() - 1)  # of a place
+_PLACE = np.uint64(BLOCK_DRAWS - 1)  # these bits
+_PLACES = np.arange(BLOCK_DRAWS, dtype=np.uint64)
+_MIXED_PLACES = mixed(_PLACES)
 _BLOCKS_KEPT = 8  # a batch lies in one block or a few, and the next batch in the last of them
 
 
@@ -38,7 +42,7 @@ class Mixture:
         if len(self.names) == 1:
             return np.zeros(len(draws), dtype=np.int64), number
         source = np.empty(len(draws), dtype=np.int64)
-        block, place = number // np.uint64(BLOCK_DRAWS), number % np.uint64(BLOCK_DRAWS)
+        block, place = number >> _BITS, (number & _PLACE).view(np.int64)
         quotas = np.asarray(self.quotas, dtype=np.uint64)
         # Neighbors share a block: one layout for each stretch of them.
         edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(draws)]
@@ -63,16 +67,24 @@ class Mixture:
 def _layout(quotas: tuple[int, ...], key: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """The source of each place of a block, and how many earlier places read the same: [BLOCK_DRAWS] each."""
     block_key = int(derive_keys(key, np.array([block], dtype=np.uint64))[0])
-    places = np.arange(BLOCK_DRAWS, dtype=np.uint64)
     # A shuffle by sorting random words. Each holds its place in its low bits, so that no two are equal.
-    words = derive_keys(block_key, places) // np.uint64(BLOCK_DRAWS) * np.uint64(BLOCK_DRAWS) + places
-    shuffled = np.sort(words) % np.uint64(BLOCK_DRAWS)
+    words = keys_of(block_key, _MIXED_PLACES) & ~_PLACE | _PLACES
+    words.sort()
+    words &= _PLACE
+    in_turn, count = _in_turn(quotas)
     source = np.empty(BLOCK_DRAWS, dtype=np.uint16)
-    source[shuffled] = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)
+    source[words.view(np.int64)] = in_turn
     by_source = np.argsort(source, kind="stable")  # of 16 bits: a radix sort
     earlier = np.empty(BLOCK_DRAWS, dtype=np.uint16)
-    earlier[by_source] = np.concatenate([np.arange(quota, dtype=np.uint16) for quota in quotas])
+    earlier[by_source] = count
     return source, earlier
+
+
+@lru_cache(maxsize=_BLOCKS_KEPT)
+def _in_turn(quotas: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Sources one after another, each as often as its quota, and 0, 1, 2, ... within each."""
+    sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)
+    return sources, np.concatenate([np.arange(quota, dtype=np.uint16) for quota in quotas])
 
 
 def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:

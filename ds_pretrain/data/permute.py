@@ -39,7 +39,17 @@ def make_key(*parts: int | str) -> int:
 
 def derive_keys(key: int, counters: NDArray[np.integer]) -> Words:
     """One 64-bit key for each counter (an epoch, a block), from the key they share."""
-    return _mix(_mix(_words(counters) + np.uint64(_GOLDEN)) ^ np.uint64(key))
+    return keys_of(key, mixed(counters))
+
+
+def mixed(counters: NDArray[np.integer]) -> Words:
+    """The half of `derive_keys` that no key enters: worth keeping for counters that come again."""
+    return _mix(_words(counters) + np.uint64(_GOLDEN))
+
+
+def keys_of(key: int, mixed_counters: Words) -> Words:
+    """The other half."""
+    return _mix(mixed_counters ^ np.uint64(key))
 
 
 def permute(index: NDArray[np.integer], size: int, key: int | Words) -> Words:
@@ -69,7 +79,7 @@ def _apply(index: NDArray[np.integer], size: int, key: int | Words, network: _Ne
     out = np.empty_like(flat)
     for start in range(0, flat.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part])), network)
+        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part]).copy()), network)
     return out.reshape(index.shape)
 
 
@@ -143,9 +153,10 @@ def _stir(words: Words) -> None:
 
 
 def _mix(words: Words) -> Words:
-    words = words.copy()
+    """The whole finalizer. The words given are used up."""
     _stir(words)
-    return words ^ (words >> np.uint64(31))
+    words ^= words >> np.uint64(31)
+    return words
 
 
 def _words(values: NDArray[np.integer]) -> Words:

@@ -7,7 +7,7 @@ Every source is read on where the phases before have left it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from zlib import crc32
 
@@ -24,6 +24,7 @@ from ds_pretrain.state import Skip, SkipLedger
 from ds_pretrain.timeline import Timeline
 
 NO_SKIPS = SkipLedger()
+_STARTS_KEPT = 16  # a step asks for its own phase, and now and then someone asks for all
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Sampler:
     timeline: Timeline
     mixtures: Mapping[str, Mixture]  # of each phase
     chunks: Mapping[str, Chunks]  # of each source
+    _starts: dict[tuple[str, SkipLedger], Mapping[str, Position]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def ids(self, step: int, ledger: SkipLedger) -> SampleIds:
         """The samples of the update after `step` finished steps."""
@@ -86,8 +90,18 @@ class Sampler:
         draws = np.arange(skip.start, skip.stop, dtype=np.uint64)
         return self.at_draws(skip.phase, self.timeline.seq_len_of(skip.phase), draws, skip.step, ledger)
 
-    def starts(self, phase: str, ledger: SkipLedger) -> dict[str, Position]:
-        """Where the phases before have left each source of a phase: as many steps as there are phases."""
+    def starts(self, phase: str, ledger: SkipLedger) -> Mapping[str, Position]:
+        """Where the phases before have left each source of a phase. A step of a phase asks for no more."""
+        known = self._starts.get((phase, ledger))
+        if known is None:
+            known = self._walked(phase, ledger)
+            if len(self._starts) >= _STARTS_KEPT:
+                self._starts.clear()
+            self._starts[phase, ledger] = known
+        return known
+
+    def _walked(self, phase: str, ledger: SkipLedger) -> Mapping[str, Position]:
+        """`starts`, from the beginning: as many steps as there are phases."""
         position = dict.fromkeys(self.mixtures[phase].names, Position())
         for earlier, trained in self.timeline.trained_by_phase(self.timeline.last_step).items():
             if earlier == phase:

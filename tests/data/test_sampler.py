@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from ds_pretrain.data import mixture
-from ds_pretrain.data.sampler import Sampler
+from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.state import Skip, SkipLedger
 from tests.data.in_memory import sampler_of, source_of
+from tests.data.slow_order import Phase, timeline
 
 NO_SKIPS = SkipLedger()
 
@@ -149,3 +150,30 @@ def test_the_draws_that_a_ledger_skips_can_be_named_and_are_what_the_run_would_h
 def test_a_step_outside_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="step 1000 lies outside the run's 1000 steps"):
         sampler_of({"only": source_of(60)}).ids(1000, NO_SKIPS)
+
+
+def test_where_a_phase_begins_is_worked_out_once_and_little_is_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    phases: list[Phase] = [(f"phase {number}", 4, [(5, 8)]) for number in range(6)]
+    sources = {"a": source_of(100, 1), "b": source_of(60, 2)}
+    weights = {name: {"a": 1.0, "b": 1.0} for name, _, _ in phases}
+    ledgers = [SkipLedger((Skip("phase 1", 3, 3 + n, "spike", 7, 1),)) for n in range(1, 40)]
+    expected = [make_sampler(7, timeline(phases), weights, sources).ids(25, one).listed() for one in ledgers]
+    assert expected[0] != expected[1]
+    sampler = make_sampler(7, timeline(phases), weights, sources)
+    walks: list[tuple[str, SkipLedger]] = []
+    walked = Sampler._walked
+
+    def counting(self: Sampler, phase: str, ledger: SkipLedger) -> Any:
+        walks.append((phase, ledger))
+        return walked(self, phase, ledger)
+
+    monkeypatch.setattr(Sampler, "_walked", counting)
+    for step in (25, 26, 27, 3, 25):
+        sampler.ids(step, ledgers[0])
+    assert walks == [("phase 5", ledgers[0]), ("phase 0", ledgers[0])]
+    assert [sampler.ids(25, ledger).listed() for ledger in ledgers] == expected
+    assert len(sampler._starts) <= 16
+    assert sampler.ids(25, ledgers[0]).listed() == expected[0]  # forgotten, and worked out again
+    assert make_sampler(7, timeline(phases), weights, sources)._starts == {}
