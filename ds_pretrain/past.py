@@ -6,6 +6,7 @@ Identities are those of `Plan.identity`: plain types, with phases, batches and s
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ds_pretrain.quotas import block_quotas
 from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
 
 Changes = dict[str, tuple[Any, Any]]
@@ -52,8 +53,18 @@ def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: in
         names = {*old[section], *new[section]}  # which may hold dots
         name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len)
         phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]
-        return bool(min(phase["first_step"] for phase in phases) < step)
+        is_past = bool(min(phase["first_step"] for phase in phases) < step)
+        return is_past and not (rest.startswith(f"{name}.mixture.") and _draw_alike(phases))
     return True
+
+
+def _draw_alike(phases: Iterable[Mapping[str, Any]]) -> bool:
+    """True if weights are only written otherwise: what is drawn are whole draws of a block."""
+    try:
+        first, *others = (block_quotas(phase["mixture"]) for phase in phases)
+    except (TypeError, ValueError):  # of another version
+        return False
+    return all(other == first for other in others)
 
 
 def _met_batches(batch: Mapping[str, Any], step: int) -> list[Any]:

@@ -297,6 +297,8 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
 
 def with_unit(path: str, value: Any) -> str:
     """A value of `Plan.identity` as a person reads it: `200 steps`, not `200`."""
+    if value is None:
+        return "not there"
     unit = "steps" if path.endswith(".first_step") else _UNITS.get(path)
     if unit is None or not isinstance(value, int) or isinstance(value, bool):
         return shown(value)

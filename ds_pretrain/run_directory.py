@@ -138,8 +138,7 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
     )
     chunk_problems = [] if is_of_length else changed_chunks(old_chunks, new_chunks)
     return [f"{plan.run_path}: {problem}" for problem in chunk_problems] + [
-        f"{plan.run_path}: `{path}` is {with_unit(path, new)}, but {where} was started with "
-        f"{with_unit(path, old)}; "
+        f"{plan.run_path}: {_otherwise(path, old, new, where)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
@@ -150,6 +149,12 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
         for path, (old, new) in changes.items()
         if path not in chunks and not plan.accepts(path)
     ]
+
+
+def _otherwise(path: str, old: Any, new: Any, where: str) -> str:
+    now = "no longer there" if new is None else with_unit(path, new)
+    before = "without it" if old is None else f"with {with_unit(path, old)}"
+    return f"`{path}` is {now}, but {where} was started {before}"
 
 
 class RunLock:

@@ -26,12 +26,14 @@ LAYERS: dict[str, int] = {
         [
             "errors files reading world rank_files credentials",
             "attribution chunk_rule config fields curves judged complaints paths timeline schedules state "
-            "record plan spans rate_plot run_problems past interval shares response watchdog watchdog_memory "
-            "watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
+            "record plan spans rate_plot run_problems past quotas interval shares response watchdog "
+            "watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
-            "data models checkpoint monitor engine engine_load partitions run_directory stop cure",
-            "curriculum stages preflight rehearsal save_advice save_costs opening probing incidents "
-            "suspects healing saving shipping step evaluation train sample launch watchdog_replay audit branch branch_parent",
+            "data models checkpoint monitor engine engine_start engine_load partitions run_directory stop "
+            "cure",
+            "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "
+            "incidents suspects healing saving shipping step evaluation train sample launch watchdog_replay "
+            "audit branch branch_parent",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -56,8 +58,8 @@ SEES_SIBLING = {
     ("step", "saving"),
     ("saving", "shipping"),
     ("saving", "save_costs"),
-    *(("train", part) for part in ("stages", "opening", "probing", "saving", "healing", "shipping", "step")),
-    ("train", "evaluation"),
+    *(("train", part) for part in ("stages", "opening", "run_places", "probing", "evaluation")),
+    *(("train", part) for part in ("saving", "healing", "shipping", "step")),
     ("audit", "preflight"),
     ("branch", "preflight"),
     ("branch", "branch_parent"),
@@ -69,7 +71,7 @@ HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit co
 
 # Where a library may be imported at all: a module, or a part as a whole.
 WALLS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("engine", "engine_load", "checkpoint.universal", "checkpoint.snapshot"),
+    "deepspeed": ("engine", "engine_start", "engine_load", "checkpoint.universal", "checkpoint.snapshot"),
     "transformers": ("models", "data.prepare", "data.tokenizer", "checkpoint.export"),
     "datasets": ("data",),
     "tokenizers": ("data",),

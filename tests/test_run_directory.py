@@ -172,7 +172,7 @@ def test_a_change_of_what_the_run_is_has_to_be_meant(
     first = start(run_file)
     message = refusal(run_file, override)
     assert message.startswith(f"{run_file}: `{field}` is ")
-    assert f"but the run in {tmp_path / 'out'} was started with " in message
+    assert f"but the run in {tmp_path / 'out'} was started with" in message
     assert read_record(tmp_path / "out") == first
     if not acceptable:
         assert message.endswith("set it back, or start another run with a new `name` and `out`")
@@ -230,6 +230,25 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
     assert "`schedule.length` is 30 steps" in refusal(
         run_file, *longer, "schedule.length=30 steps", found_step=18
     )
+
+
+def test_a_phase_that_is_past_and_gone_or_new_is_told_so(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    plain = run_file.read_text()
+    ahead = plain.replace("[validation]", AHEAD)
+    for name, first, second, words in (
+        ("gone", ahead, plain, "`phases.long` is no longer there, but the run in"),
+        ("new", plain, ahead, "new was started without it; set it back"),
+    ):
+        folder = tmp_path / name
+        own = [text.replace(f'out = "{tmp_path}/out"', f'out = "{folder}"') for text in (first, second)]
+        run_file.write_text(own[0])
+        start(run_file)
+        note_saved(folder, 9)
+        run_file.write_text(own[1])
+        said = refusal(run_file, found_step=9)
+        assert words in said
+        assert "null" not in said.replace('"rope": null', "")
 
 
 def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from ds_pretrain.data.permute import Words, derive_keys, keys_of, mixed, permute
 from ds_pretrain.errors import InputError
+from ds_pretrain.quotas import BLOCK_DRAWS as BLOCK_DRAWS
+from ds_pretrain.quotas import block_quotas
 
-BLOCK_DRAWS = 4096
 _BITS = np.uint64(BLOCK_DRAWS.bit_length() - 1)  # of a place
 _PLACE = np.uint64(BLOCK_DRAWS - 1)  # these bits
 _PLACES = np.arange(BLOCK_DRAWS, dtype=np.uint64)
@@ -95,7 +96,7 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     """
     if not weights:
         raise InputError("the mixture is empty; give at least one source a positive weight")
-    names = tuple(sorted(weights))  # the order of keys in a run file must not move the data
+    names = tuple(sorted(weights))
     values = np.array([weights[name] for name in names], dtype=np.float64)
     bad = [name for name, value in zip(names, values, strict=True) if not (np.isfinite(value) and value > 0)]
     if bad:
@@ -107,7 +108,7 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     largest = float(values.max())
     values /= largest  # a sum of huge weights would overflow
     shares = values / values.sum()
-    quotas = _largest_remainder(shares)
+    quotas = tuple(block_quotas(weights).values())
     smallest = largest * (float(values.sum()) / BLOCK_DRAWS)
     small = [at for at, quota in enumerate(quotas) if quota == 0]
     if small:
@@ -130,13 +131,3 @@ def locate_samples(
     epoch = draws // np.uint64(num_samples)
     sample = permute(draws % np.uint64(num_samples), num_samples, derive_keys(key, epoch))
     return epoch.astype(np.int64), sample.astype(np.int64)
-
-
-def _largest_remainder(shares: NDArray[np.float64]) -> tuple[int, ...]:
-    """Whole quotas that add up to a block: rounded down, plus one for the largest remainders."""
-    exact = shares * BLOCK_DRAWS
-    quotas = np.floor(exact).astype(np.int64)
-    missing = BLOCK_DRAWS - int(quotas.sum())
-    order = np.argsort(-(exact - quotas), kind="stable")
-    quotas[order[:missing]] += 1
-    return tuple(int(quota) for quota in quotas)
