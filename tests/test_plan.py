@@ -220,7 +220,7 @@ def test_numbers_of_an_identity_are_shown_with_their_unit() -> None:
     assert with_unit("batch.tokens", 524288) == "524,288 tokens"
     assert with_unit("seed", 2000) == "2000"
     assert with_unit("schedule.peak", 0.5) == "0.5"
-    assert with_unit("schedule.length", None) == "null"
+    assert with_unit("schedule.length", None) == "not there"
     assert with_unit("model.qk_norm", True) == "true"
 
 
