@@ -44,7 +44,8 @@ from ds_pretrain.checkpoint.layout import Manifest, owner, step_name
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.saves import Saves
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import ZeroEngine, initialize_distributed
+from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.opening import open_run_engine
 from ds_pretrain.plan import load_plan

@@ -41,7 +41,8 @@ from ds_pretrain.data.feed import Batch, MicroBatch
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.validation import make_validation_set
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Engine, initialize_distributed
+from ds_pretrain.engine import Engine
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.errors import Preempted
 from ds_pretrain.evaluation import evaluate
 from ds_pretrain.opening import open_run_engine

@@ -33,7 +33,8 @@ from torch.nn.functional import cross_entropy
 from ds_pretrain import train as train_module
 from ds_pretrain.data.feed import MicroBatch
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Engine, Update, ZeroEngine, initialize_distributed
+from ds_pretrain.engine import Engine, Update, ZeroEngine
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.opening import open_feed, open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import open_inputs

@@ -34,7 +34,8 @@ from report import finish, judge, spread
 
 from ds_pretrain import engine as engine_module
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Update, ZeroEngine, initialize_distributed
+from ds_pretrain.engine import Update, ZeroEngine
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.healing import Watchdog
 from ds_pretrain.plan import load_plan
 from ds_pretrain.run_directory import RunLock

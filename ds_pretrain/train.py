@@ -24,7 +24,8 @@ from ds_pretrain.checkpoint.verdict import Found
 from ds_pretrain.cure import note_told, read_cure
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.validation import ValidationSet
-from ds_pretrain.engine import Engine, initialize_distributed
+from ds_pretrain.engine import Engine
+from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -42,20 +43,18 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
     announce,
-    label_place,
     open_feed,
     open_monitor,
-    open_places,
     open_run_engine,
     open_stages,
     prepare_inputs,
-    require_shared_folder,
     validation_sets,
 )
 from ds_pretrain.plan import Plan, load_plan, with_unit
 from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.run_directory import KnownRun, RunLock, RunRecord, claim
+from ds_pretrain.run_places import label_place, open_places, require_shared_folder
 from ds_pretrain.saving import Saver
 from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
 from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping

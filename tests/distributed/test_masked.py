@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from ds_pretrain.data.feed import to_micro_batch
 from ds_pretrain.deepspeed_json import resolve_deepspeed
-from ds_pretrain.engine import ZeroEngine, dtype_of, gather, open_engine, partition
+from ds_pretrain.engine import ZeroEngine, open_engine
+from ds_pretrain.engine_start import dtype_of, gather, partition
 from ds_pretrain.models.build import build_model
 from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.groups import parameter_groups
