@@ -9,12 +9,14 @@ from ds_pretrain.chunk_rule import chunk_problems
 from ds_pretrain.config import PhaseSection
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.data.usage import usage_lines, usage_problems
+from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.masking_check import masking_problems
 from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
 from ds_pretrain.models.rope_settings import describe_rope, has_rope, with_rope
 from ds_pretrain.plan import Plan
+from ds_pretrain.reading import counted
+from ds_pretrain.state import SkipLedger
 
 
 def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -69,9 +71,8 @@ def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
     if not problems and all(
         sources[name].num_samples(tokens) for name, tokens in plan.chunk_tokens.items() if name in sources
     ):
-        most = {name: section.max_epochs for name, section in plan.run.sources.items()}
         with suppress(InputError):  # of a mixture, which is told by itself
-            problems = usage_problems(open_sampler(plan, sources), most)
+            problems = usage_problems(open_sampler(plan, sources), _max_epochs(plan))
     return [f"{plan.run_path}: {problem}" for problem in problems]
 
 
@@ -85,6 +86,26 @@ def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator
             yield f"positions  {phase.name}: {describe_rope(model)}"
         yield from (f"warning    {warning}" for warning in warnings)
     yield from usage_lines(open_sampler(plan, sources), sources)
+
+
+def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
+    """What the skips of a run that goes on have changed in the use of its data; nothing without skips.
+
+    A `max_epochs` that is passed because of them is a warning: it was kept when the run was started.
+    """
+    if not ledger.skips:
+        return
+    sampler = open_sampler(plan, sources)
+    phases = {phase: sum(stop - start for start, stop in ledger.merged(phase)) for phase in sampler.mixtures}
+    left_out = ", ".join(f"{counted(n, 'sample')} of {phase}" for phase, n in phases.items() if n)
+    yield f"skipped    {left_out}; with these left out the data of the run is:"
+    yield from forecast_lines(sampler, sources, ledger)
+    for problem in usage_problems(sampler, _max_epochs(plan), ledger):
+        yield f"warning    because of what is skipped, {problem}"
+
+
+def _max_epochs(plan: Plan) -> dict[str, float | None]:
+    return {name: section.max_epochs for name, section in plan.run.sources.items()}
 
 
 def _length_problems(plan: Plan, phase: PhaseSection, where: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,10 +19,12 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.triggers import due_by_count
+from ds_pretrain.checkpoint.triggers import due_by_count, ends_phase
 from ds_pretrain.checkpoint.verdict import Found
 from ds_pretrain.cure import note_told, read_cure
+from ds_pretrain.curriculum import skipped_lines
 from ds_pretrain.data.feed import Feed
+from ds_pretrain.data.usage import read_so_far
 from ds_pretrain.data.validation import ValidationSet
 from ds_pretrain.engine import Engine
 from ds_pretrain.engine_start import initialize_distributed
@@ -117,6 +119,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         feed = stack.enter_context(open_feed(plan, inputs, world))
         _tell_changes(record, monitor, tell)
         state = cure.applied(_resume(found, engine, stages, feed, plan, monitor, began, world))
+        for line in skipped_lines(plan, inputs.sources, state.ledger):
+            tell(line)
         restore_seconds = perf_counter() - began
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world, tell)
@@ -188,11 +192,14 @@ def _train_from(state: RunState, parts: _Parts) -> None:
                 "finite, or wild); nothing was learned since the checkpoint that this start began from: "
                 "lower schedule.peak, or check the data"
             )
-        if parts.validation and validation_due(plan, state):
+        validates = bool(parts.validation) and validation_due(plan, state)
+        if validates:
             sets, micro = parts.validation[batch.ids.seq_len], plan.micro_sequences(step.step - 1)
             asks = plan.run.validation is not None and plan.run.validation.retrieval
             found = evaluate(engine, sets, micro, world, asks)
             parts.monitor.validation(state.step, found.losses, found.by_position, found.retrieval)
+        if validates or ends_phase(state.step, plan.timeline) or state.step == plan.last_step:
+            _tell_read(state, parts)
         stops = shared.stop or state.step == parts.wish.stop_after
         if stops or state.step == plan.last_step:
             saver.save_surely(state, probe)
@@ -206,6 +213,14 @@ def _train_from(state: RunState, parts: _Parts) -> None:
             parts.monitor.event("stop", step=state.step)
             saver.ship_rest(STOP_PATIENCE_SECONDS)
             raise Preempted(f"stopped after step {state.step:,}, saved; the same command goes on from there")
+
+
+def _tell_read(state: RunState, parts: _Parts) -> None:
+    """What has been read of each source."""
+    read = read_so_far(parts.feed.sampler, state.step, state.ledger)
+    phase = parts.plan.timeline.at(state.step - 1).phase
+    sources = {name: asdict(source) for name, source in read.items()}
+    parts.monitor.event("data", step=state.step, phase=phase, sources=sources)
 
 
 def validation_due(plan: Plan, state: RunState) -> bool:

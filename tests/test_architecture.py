@@ -58,6 +58,7 @@ SEES_SIBLING = {
     ("step", "saving"),
     ("saving", "shipping"),
     ("saving", "save_costs"),
+    ("train", "curriculum"),
     *(("train", part) for part in ("stages", "opening", "run_places", "probing", "evaluation")),
     *(("train", part) for part in ("saving", "healing", "shipping", "step")),
     ("audit", "preflight"),

@@ -1,4 +1,5 @@
 """How much of each source a run reads, phase by phase, and how much of it twice: known before it starts.
+How much of it has been read up to a step is known by the same arithmetic.
 
 An epoch is passed when each of its chunks was read or left out: what is left out where a phase takes samples
 of another length (less than a window, see chunks.py) counts as passed, and comes in the next epoch.
@@ -13,6 +14,7 @@ import numpy as np
 
 from ds_pretrain.data.chunks import Position
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import NO_SKIPS, Sampler
 from ds_pretrain.data.views import chosen_of
 from ds_pretrain.state import SkipLedger
@@ -63,6 +65,59 @@ def usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
     return uses
 
 
+@dataclass(frozen=True)
+class SourceRead:
+    """What the steps up to one have read of one source."""
+
+    tokens: int  # trained on
+    skipped_tokens: int  # left out by the ledger
+    epochs: float  # passed: trained on, skipped, or left out where the length changed
+    share: float | None  # of what the phase of that step has trained on; None: the phase does not read it
+    weight: float | None  # its share of a whole block of the phase
+
+
+def read_so_far(sampler: Sampler, step: int, ledger: SkipLedger = NO_SKIPS) -> dict[str, SourceRead]:
+    """What `step` finished steps have read of each source. Shares are of the phase of the last of them."""
+    tokens, skipped = dict.fromkeys(sampler.chunks, 0), dict.fromkeys(sampler.chunks, 0)
+    epochs = dict.fromkeys(sampler.chunks, 0.0)
+    current = sampler.timeline.at(max(0, step - 1)).phase
+    shares: dict[str, float] = {}
+    for phase, trained in sampler.timeline.trained_by_phase(step).items():
+        if not trained:  # it begins with the next step
+            continue
+        draws = int(ledger.draws(phase, trained, 1)[0])
+        seq_len, starts = sampler.timeline.seq_len_of(phase), sampler.starts(phase, ledger)
+        read = _trained_of_source(sampler, phase, draws, ledger)
+        for name, end in sampler.moved(starts, phase, draws).items():
+            count, left_out = read[name]
+            tokens[name] += count * seq_len
+            skipped[name] += left_out * seq_len
+            epochs[name] = sampler.chunks[name].chunks_before(end) / sampler.chunks[name].num_chunks
+            if phase == current:
+                shares[name] = count / trained
+    mixture = sampler.mixtures[current]
+    weights = {name: quota / BLOCK_DRAWS for name, quota in zip(mixture.names, mixture.quotas, strict=True)}
+    return {
+        name: SourceRead(tokens[name], skipped[name], epochs[name], shares.get(name), weights.get(name))
+        for name in sampler.chunks
+    }
+
+
+def _trained_of_source(
+    sampler: Sampler, phase: str, draws: int, ledger: SkipLedger
+) -> dict[str, tuple[int, int]]:
+    """Of the first `draws` draws of a phase those trained on and those skipped, of each source."""
+    mixture = sampler.mixtures[phase]
+    before = np.array(mixture.draws_of_source_before(draws))
+    skipped = np.zeros_like(before)
+    for start, stop in ledger.merged(phase):
+        if stop <= draws:  # what is read next lies in none
+            edges = (mixture.draws_of_source_before(edge) for edge in (start, stop))
+            skipped += np.diff(np.array(list(edges)), axis=0)[0]
+    counts = zip((before - skipped).tolist(), skipped.tolist(), strict=True)
+    return dict(zip(mixture.names, counts, strict=True))
+
+
 def step_beyond(
     sampler: Sampler, source: str, epochs: float, ledger: SkipLedger = NO_SKIPS
 ) -> tuple[int, str] | None:
@@ -91,6 +146,15 @@ def usage_lines(
     sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
 ) -> Iterator[str]:
     """What a person is told of the data of a run, warnings last."""
+    yield from forecast_lines(sampler, sources, ledger)
+    used = {name: sources[name] for name in sampler.chunks}
+    yield from (f"warning    {words}" for words in overlaps(used))
+
+
+def forecast_lines(
+    sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
+) -> Iterator[str]:
+    """Of these, what a skip changes."""
     uses = usage(sampler, ledger)
     names = list(dict.fromkeys(use.source for use in uses))
     one_phase = len(_phases(sampler)) == 1
@@ -110,7 +174,6 @@ def usage_lines(
                 f"warning    sources.{name} passes one epoch at step {passed[0]:,} (phase {passed[1]}), and "
                 f"the run reads {last:.2f}: what was read is read again from there on"
             )
-    yield from (f"warning    {words}" for words in overlaps({name: sources[name] for name in names}))
 
 
 def usage_problems(

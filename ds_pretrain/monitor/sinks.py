@@ -1,8 +1,8 @@
 """Where measurements go: an append-only file of JSON lines, and a terminal.
 
-A record is a mapping of plain values with "event" ("step", "validation", "start", "checkpoint", "stop",
-...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history of a
-run, thrown-away work included: nothing in it is ever changed. `latest_attempt` reads the history that
+A record is a mapping of plain values with "event" ("step", "validation", "data", "start", "checkpoint",
+"stop", ...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history
+of a run, thrown-away work included: nothing in it is ever changed. `latest_attempt` reads the history that
 counts out of it.
 """
 
@@ -179,6 +179,9 @@ def event_line(record: Mapping[str, Any]) -> str:
     if kind == "validation":
         named = "  ".join(_validated(name, record) for name in record["losses"])
         return f"validation{at}  loss {named}"
+    if kind == "data":
+        read = "  ".join(_read(name, source) for name, source in record["sources"].items())
+        return f"data{at}  {record['phase']}: {read}"
     skip = ("event", "step", "attempt", "time")
     fields = {k: v for k, v in record.items() if k not in skip and v is not None}
     return "  ".join([f"{kind}{at}", *(f"{k} {_plain(k, v)}" for k, v in fields.items())])
@@ -194,6 +197,15 @@ def _validated(source: str, record: Mapping[str, Any]) -> str:
         found = sorted(scores.values())
         text += f" key at {int(length):,}: {found[0]:.2f} to {found[-1]:.2f}"
     return text
+
+
+def _read(name: str, source: Mapping[str, Any]) -> str:
+    """What was read of a source, and its share of the phase beside the one that it has by weight."""
+    text = f"{name} {count(source['tokens'])} tokens, {source['epochs']:.2f} epochs"
+    if source["skipped_tokens"]:
+        text += f", {count(source['skipped_tokens'])} skipped"
+    share, weight = source["share"], source["weight"]
+    return text if share is None or weight is None else f"{text} ({share:.1%} for {weight:.1%})"
 
 
 def duration(seconds: float) -> str:

@@ -175,19 +175,21 @@ class Wandb:
 def points(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt.
 
-    Of a validation also "validation/web/to_1024" and "validation/web/key_1024", the mean over depths.
+    Of a validation also "validation/web/to_1024" and "validation/web/key_1024", the mean over depths. Of what
+    was read "data/web/tokens" and "data/web/epochs".
 
     Lists and nested values stay in metrics.jsonl, and so does the rest of a long text.
     """
     kind = record["event"]
-    values = _validated(record) if kind == "validation" else dict(record)
+    nested = {"validation": _validated, "data": _read}.get(kind, dict[str, Any])
+    values = nested(record)
     prefix = "train" if kind == "step" else kind
     data = {
         f"{prefix}/{k}": v[:_LONGEST_TEXT] if isinstance(v, str) else v
         for k, v in values.items()
         if v is not None and k not in ("event", "step", "attempt") and not isinstance(v, _NESTED)
     }
-    if kind not in ("step", "validation"):
+    if kind not in ("step", "validation", "data"):
         data["event"] = kind
     if record.get("step") is not None:
         data["train/step"] = record["step"]
@@ -202,6 +204,10 @@ def _validated(record: Mapping[str, Any]) -> dict[str, float]:
     for name, lengths in record.get("retrieval", {}).items():
         values |= {f"{name}/key_{length}": fmean(found.values()) for length, found in lengths.items()}
     return values
+
+
+def _read(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}/{k}": v for name, read in record["sources"].items() for k, v in read.items()}
 
 
 class Opened:

@@ -10,7 +10,15 @@ from ds_pretrain.data import chunks as module
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.data.usage import overlaps, step_beyond, usage, usage_lines, usage_problems
+from ds_pretrain.data.usage import (
+    SourceRead,
+    overlaps,
+    read_so_far,
+    step_beyond,
+    usage,
+    usage_lines,
+    usage_problems,
+)
 from ds_pretrain.data.views import view
 from ds_pretrain.state import Skip, SkipLedger
 from tests.data.in_memory import SEQ_LEN, source_of
@@ -44,6 +52,62 @@ def test_the_use_of_a_source_is_what_a_walk_through_the_run_counts(monkeypatch: 
                 num_left_out += use.left_out_tokens > 0
             earlier = walked.left_out[phase]
     assert min(num_repeated, num_left_out) >= 5
+
+
+def test_what_was_read_up_to_a_step_is_what_a_walk_there_counts_skips_apart() -> None:
+    num_skipped = 0
+    for case in cases(range(400, 416)):
+        walked, line = case.walked(), case.line
+        for step in (0, 1, line.last_step // 3, line.last_step // 2, line.last_step - 1, line.last_step):
+            tokens, skipped = Counter[str](), Counter[str]()
+            current = line.at(max(0, step - 1)).phase
+            for phase, drawn in walked.drawn.items():
+                seq_len, trained = line.seq_len_of(phase), line.trained_by_phase(step).get(phase, 0)
+                out = {d for s in case.ledger.skips if s.phase == phase for d in range(s.start, s.stop)}
+                left, mine = trained, Counter[str]()
+                for number, (name, _, _) in enumerate(drawn if trained else []):
+                    if number not in out and not left:
+                        break
+                    left -= number not in out
+                    (skipped if number in out else mine)[name] += seq_len
+                tokens += mine
+                if phase == current and trained:
+                    shares = {name: mine[name] / seq_len / trained for name in case.weights[phase]}
+            found = read_so_far(case.sampler, step, case.ledger)
+            assert {name: read.tokens for name, read in found.items() if read.tokens} == tokens
+            assert {
+                name: read.skipped_tokens for name, read in found.items() if read.skipped_tokens
+            } == skipped
+            if step:
+                assert {name: read.share for name, read in found.items() if read.share is not None} == shares
+            num_skipped += bool(skipped)
+        for phase in walked.passed:
+            [step] = [s.end_step for s in line.segments if s.phase == phase][-1:]
+            passed = {
+                name: n / case.sampler.chunks[name].num_chunks for name, n in walked.passed[phase].items()
+            }
+            found = read_so_far(case.sampler, step, case.ledger)
+            assert {n: read.epochs for n, read in found.items() if read.epochs} == pytest.approx(passed)
+    assert num_skipped > 10
+
+
+def test_what_was_read_has_its_share_of_the_phase_beside_the_weight() -> None:
+    sampler = make_sampler(7, timeline(TWO_PHASES), MIXTURES, SOURCES)
+    ledger = SkipLedger((Skip("main", 80, 120, "spike", 10, 1),))
+    assert read_so_far(sampler, 0)["web"] == SourceRead(0, 0, 0.0, None, 0.75)
+    half, end = read_so_far(sampler, 50, ledger), read_so_far(sampler, 150, ledger)
+    assert half["books"] == SourceRead(0, 0, 0.0, None, None)
+    assert half["web"].tokens + half["code"].tokens == 400 * 4
+    assert half["web"].skipped_tokens + half["code"].skipped_tokens == 40 * 4
+    assert half["web"].share == half["web"].tokens / 1600
+    assert half["web"].epochs == (half["web"].tokens + half["web"].skipped_tokens) / 6400
+    assert (half["web"].weight, half["code"].weight) == (0.75, 0.25)
+    assert (end["code"].share, end["code"].weight) == (None, None)
+    assert (end["books"].weight, end["code"].tokens) == (
+        0.5,
+        read_so_far(sampler, 100, ledger)["code"].tokens,
+    )
+    assert sum(read.tokens for read in end.values()) == sampler.timeline.total_tokens
 
 
 def test_the_step_at_which_an_epoch_is_passed_is_the_first_that_reads_of_the_next() -> None:

@@ -188,6 +188,16 @@ def test_validations_and_events_read_as_sentences() -> None:
     assert event_line({"event": "stop", "attempt": 1, "reason": "SIGTERM"}) == "stop  reason SIGTERM"
 
 
+def test_what_was_read_is_one_line_with_each_share_beside_its_weight() -> None:
+    web = {"tokens": 1_200_000, "skipped_tokens": 12_345, "epochs": 0.374, "share": 0.7402, "weight": 0.75}
+    code = {"tokens": 950, "skipped_tokens": 0, "epochs": 1.0, "share": None, "weight": None}
+    record = {"event": "data", "step": 1000, "attempt": 1, "phase": "main", "time": 1.0}
+    assert event_line(record | {"sources": {"web": web, "code": code}}) == (
+        "data at step 1,000  main: web 1.20M tokens, 0.37 epochs, 12.3k skipped (74.0% for 75.0%)  "
+        "code 950 tokens, 1.00 epochs"
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (725, "12m 05s"), (3599.7, "1h 00m"), (12_000, "3h 20m"),

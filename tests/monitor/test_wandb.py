@@ -77,6 +77,15 @@ def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
         "train/step": 3,
         "attempt": 2,
     }
+    read = {"tokens": 96, "skipped_tokens": 0, "epochs": 0.5, "share": None, "weight": None}
+    data = {"event": "data", "step": 3, "attempt": 2, "phase": "main", "sources": {"web": read}, "time": 1.0}
+    assert points(data) == {
+        "data/web/tokens": 96,
+        "data/web/skipped_tokens": 0,
+        "data/web/epochs": 0.5,
+        "train/step": 3,
+        "attempt": 2,
+    }
     assert points({"event": "stop", "attempt": 2}) == {"event": "stop", "attempt": 2}
 
 
