@@ -137,7 +137,7 @@ def open_stages(plan: Plan, engine: Engine, world: World) -> Stages:
 
 def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
     """The monitor of this start."""
-    section, segment = plan.run.monitor, plan.timeline.segments[0]
+    section = plan.run.monitor
     wandb = None
     if section.wandb != "off":
         wandb = WandbRun(record.wandb_id, section.wandb_project, plan.run.name, section.wandb)
@@ -148,8 +148,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
         wandb=wandb,
         run_config=plan.run.model_dump(mode="json"),
         attempt=record.attempt,
-        last_step=plan.last_step,
-        tokens_per_step=segment.tokens_per_step,
+        timeline=plan.timeline,
         flops_per_token={
             phase.name: flops_per_token(dict(plan.model), phase.seq_len, qk_norm=plan.run.model.qk_norm)
             for phase in plan.run.phases

@@ -17,6 +17,7 @@ from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal, say
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
 from ds_pretrain.record import StepRecord
+from ds_pretrain.timeline import Timeline
 from ds_pretrain.world import World
 
 METRICS = "metrics.jsonl"
@@ -39,22 +40,20 @@ class Monitor:
         wandb: WandbRun | None,
         run_config: Mapping[str, Any],
         attempt: int,
-        last_step: int,
-        tokens_per_step: int,
+        timeline: Timeline,
         flops_per_token: Mapping[str, float | None],
         peak_flops_per_rank: float | None,
         world: World,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._active = world.is_main
-        self._every, self._attempt, self._last_step = every, attempt, last_step
+        self._every, self._attempt, self._timeline = every, attempt, timeline
         self._flops_per_token = flops_per_token
         self._peak_flops = None if peak_flops_per_rank is None else peak_flops_per_rank * world.size
-        self._tokens_per_step = tokens_per_step
         self._clock, self._started = clock, clock()
         self._applied_seconds = 0.0
-        self._previous_tokens: int | None = None
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW_STEPS)  # (tokens, seconds) of a step
+        # Tokens, seconds and FLOPs of a step.
+        self._recent: deque[tuple[int, float, float | None]] = deque(maxlen=_WINDOW_STEPS)
         self._failures: Counter[str] = Counter()
         self._files: list[Sink] = []  # these get every step
         self._others: list[Sink] = []
@@ -79,7 +78,7 @@ class Monitor:
         except Exception as error:
             self._fail("measuring a step", error)
             return
-        is_due = is_first or record.step % self._every == 0 or record.step >= self._last_step
+        is_due = is_first or record.step % self._every == 0 or record.step >= self._timeline.last_step
         self._send(line, is_due)
 
     def validation(
@@ -127,31 +126,31 @@ class Monitor:
             self._files.append(Logbook(out, str(run_config.get("name", out.name))))
         except OSError as error:
             self._fail(f"opening {out / INCIDENTS}", error)
-        self._others.append(Terminal(sys.stdout, self._last_step))
+        self._others.append(Terminal(sys.stdout, self._timeline.last_step))
         if wandb is not None:
             patience = Patience()
             open_client = opener(wandb, out, run_config, finish_seconds=patience.finish / 2)
             self._others.append(Wandb(open_client, first_index, patience))
 
     def _speed(self, record: StepRecord) -> dict[str, float | None]:
-        tokens = self._tokens_per_step
-        if self._previous_tokens is not None and record.tokens > self._previous_tokens:
-            tokens = record.tokens - self._previous_tokens  # follows a batch ramp; a rollback goes back
-        self._previous_tokens = record.tokens
-        self._recent.append((tokens, record.step_seconds))
+        tokens = self._timeline.at(record.step - 1).tokens_per_step
+        flops_per_token = self._flops_per_token.get(record.phase)
+        flops = None if flops_per_token is None else flops_per_token * tokens
+        self._recent.append((tokens, record.step_seconds, flops))
         self._applied_seconds += record.step_seconds if record.update_applied else 0.0
-        seconds = sum(s for _, s in self._recent)
-        rate = sum(t for t, _ in self._recent) / seconds if seconds > 0 else None
+        seconds = sum(s for _, s, _ in self._recent)
+        rate = sum(t for t, _, _ in self._recent) / seconds if seconds > 0 else None
         elapsed = self._clock() - self._started
+        known = [f for _, _, f in self._recent if f is not None]
         mfu = None
-        flops = self._flops_per_token.get(record.phase)
-        if rate is not None and flops is not None and self._peak_flops is not None:
-            mfu = rate * flops / self._peak_flops
+        if seconds > 0 and self._peak_flops is not None and len(known) == len(self._recent):
+            mfu = sum(known) / seconds / self._peak_flops
+        missing = self._timeline.total_tokens - self._timeline.tokens_before(record.step)
         return {
             "tokens_per_second": rate,
             "mfu": mfu,
             "goodput": min(1.0, self._applied_seconds / elapsed) if elapsed > 0 else None,
-            "eta_seconds": median(s for _, s in self._recent) * max(0, self._last_step - record.step),
+            "eta_seconds": median(s / t for t, s, _ in self._recent) * missing,
         }
 
     def _send(self, record: Mapping[str, Any], everywhere: bool) -> None:

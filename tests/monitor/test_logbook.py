@@ -18,6 +18,7 @@ from ds_pretrain.monitor.logbook_memory import Remembered
 from ds_pretrain.monitor.logbook_page import page as page_of
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.timeline import parse_duration, single_phase
 from ds_pretrain.world import World
 from tests.monitor.test_monitor import at
 
@@ -345,8 +346,7 @@ def open_monitor(out: Path, rank: int = 0) -> Monitor:
         wandb=None,
         run_config={"name": "small"},
         attempt=1,
-        last_step=10,
-        tokens_per_step=1,
+        timeline=single_phase("main", 1, 1, parse_duration("10 steps")),
         flops_per_token={},
         peak_flops_per_rank=None,
         world=World(rank=rank, size=2),

@@ -12,6 +12,7 @@ from ds_pretrain.monitor.monitor import METRICS, Monitor
 from ds_pretrain.monitor.peak import peak_flops
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.record import StepRecord
+from ds_pretrain.timeline import Stage, Timeline, make_timeline, parse_duration, single_phase
 from ds_pretrain.world import World
 
 RECORD = StepRecord(
@@ -46,6 +47,11 @@ class Clock:
         return self.seconds
 
 
+def lasting(steps: int) -> Timeline:
+    """Steps of 1,000 tokens."""
+    return single_phase("main", 100, 10, parse_duration(f"{steps} steps"))
+
+
 def open_monitor(out: Path, **changed: Any) -> Monitor:
     settings: dict[str, Any] = {
         "out": out,
@@ -53,8 +59,7 @@ def open_monitor(out: Path, **changed: Any) -> Monitor:
         "wandb": None,
         "run_config": {},
         "attempt": 1,
-        "last_step": 25,
-        "tokens_per_step": 1000,
+        "timeline": lasting(25),
         "flops_per_token": {},
         "peak_flops_per_rank": None,
         "world": World(),
@@ -108,7 +113,11 @@ def test_a_step_line_holds_the_whole_record_and_its_attempt(tmp_path: Path) -> N
 
 def test_throughput_mfu_and_eta_follow_from_the_recent_steps(tmp_path: Path) -> None:
     with open_monitor(
-        tmp_path, flops_per_token={"main": 6e9}, peak_flops_per_rank=1e12, world=World(size=4), last_step=1000
+        tmp_path,
+        flops_per_token={"main": 6e9},
+        peak_flops_per_rank=1e12,
+        world=World(size=4),
+        timeline=lasting(1000),
     ) as monitor:
         monitor.step(at(1))
         monitor.step(at(2, step_seconds=2.0))
@@ -120,12 +129,31 @@ def test_throughput_mfu_and_eta_follow_from_the_recent_steps(tmp_path: Path) -> 
     assert third["eta_seconds"] == 2.0 * 997
 
 
-def test_throughput_follows_a_batch_ramp_and_survives_a_rollback(tmp_path: Path) -> None:
-    with open_monitor(tmp_path) as monitor:
+def test_throughput_and_eta_count_the_batch_of_each_step_also_first_after_a_resume_or_a_rollback(
+    tmp_path: Path,
+) -> None:
+    zero, later, end = (parse_duration(f"{steps} steps") for steps in (0, 10, 20))
+    ramp = make_timeline([Stage("main", 100)], [(zero, 1000), (later, 4000)], end)
+    with open_monitor(tmp_path, timeline=ramp) as monitor:
+        monitor.step(at(12))  # a resume behind the change
+        monitor.step(at(9, step_seconds=0.5))  # a rollback to before it
+    with open_monitor(tmp_path, timeline=ramp) as monitor:
+        monitor.step(at(9))
+    resumed, rolled_back, before = metrics(tmp_path)
+    assert resumed["tokens_per_second"] == 4000 / 2
+    assert rolled_back["tokens_per_second"] == 5000 / 2.5
+    assert resumed["eta_seconds"] == 2.0 * 8
+    assert rolled_back["eta_seconds"] == 0.5 * 41  # one step as this one, ten of four times the tokens
+    assert before["eta_seconds"] == 2.0 * 41
+
+
+def test_mfu_counts_the_work_of_each_step_by_its_phase(tmp_path: Path) -> None:
+    flops = {"main": 1e9, "long": 3e9}
+    with open_monitor(tmp_path, flops_per_token=flops, peak_flops_per_rank=1e12) as monitor:
         monitor.step(at(1))
-        monitor.step(replace(RECORD, step=2, tokens=4000))  # a step of 3,000 tokens
-        monitor.step(replace(RECORD, step=2, tokens=2000))  # rolled back
-    assert [r["tokens_per_second"] for r in metrics(tmp_path)] == [500.0, 1000.0, 5000 / 6]
+        monitor.step(at(2, phase="long"))
+        monitor.step(at(3, phase="unknown"))
+    assert [r["mfu"] for r in metrics(tmp_path)] == [0.5, 4e12 / 4 / 1e12, None]
 
 
 def test_goodput_is_the_share_of_time_spent_in_applied_steps(tmp_path: Path) -> None:
@@ -176,7 +204,7 @@ def test_a_full_disk_is_told_once_counted_and_survived(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.symlink("/dev/full", tmp_path / METRICS)
-    with open_monitor(tmp_path, last_step=100) as monitor:
+    with open_monitor(tmp_path, timeline=lasting(100)) as monitor:
         for step in range(1, 6):
             monitor.step(at(step))
     said = capsys.readouterr()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener, points
+from ds_pretrain.timeline import parse_duration, single_phase
 from ds_pretrain.world import World
 from tests.monitor.wandb_files import offline_runs
 from tests.ranks import run_ranks
@@ -241,8 +242,7 @@ def _train_three_times(world: World, out: str) -> int:
             wandb=RUN,
             run_config={"seed": 7, "schedule": {"peak": 3e-4}},
             attempt=attempt,
-            last_step=100,
-            tokens_per_step=10,
+            timeline=single_phase("main", 10, 1, parse_duration("100 steps")),
             flops_per_token={},
             peak_flops_per_rank=None,
             world=world,
