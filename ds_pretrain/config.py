@@ -7,6 +7,7 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -226,6 +227,9 @@ class Run(Section):
     monitor: MonitorSection = MonitorSection()
 
 
+_SOURCES = (["sources"], ["validation", "sources"])
+
+
 class _WatchdogOnly(Section):
     watchdog: WatchdogSection = WatchdogSection()
 
@@ -259,11 +263,37 @@ def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") 
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        problems += [f"{name}: {explain(e, Run)}" for e in error.errors()]
+        of_file = {(e["loc"], e["type"]) for e in _errors(tomllib.loads(text))} if overrides else set()
+        problems += [
+            f"{name if not overrides or (e['loc'], e['type']) in of_file else _blamed(overrides, e['loc'])}: "
+            f"{explain(e, Run)}"
+            for e in error.errors()
+        ]
         raise InputError(problems) from None
     if problems:
         raise InputError(problems)
     return run
+
+
+def _errors(data: dict[str, Any]) -> list[Any]:
+    """What is wrong with the tables of a run file."""
+    try:
+        Run.model_validate(data)
+    except ValidationError as error:
+        return list(error.errors())
+    return []
+
+
+def _blamed(overrides: Sequence[str], location: Sequence[str | int]) -> str:
+    """The override that is nearest to what only overrides made wrong; of several the last, which won."""
+    keys = [str(key) for key in location]
+
+    def num_shared(override: str) -> int:
+        own = override.partition("=")[0].strip().split(".")
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, keys, strict=False)))
+
+    key, _, _ = max(reversed(overrides), key=num_shared).partition("=")
+    return f"override of {key.strip()}"  # its value may hold what must not be shown
 
 
 def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
@@ -274,15 +304,20 @@ def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
         yield f"override {override!r} is not of the form section.key=value, like schedule.peak=2e-4"
         return
     node: Any = data
-    for key in keys[:-1]:
-        node = node.setdefault(key, {}) if isinstance(node, dict) else _item(node, key)
+    for depth, key in enumerate(keys[:-1]):
+        above, node = node, node.setdefault(key, {}) if isinstance(node, dict) else _item(node, key)
+        if isinstance(node, str) and keys[:depth] in _SOURCES:  # a path alone is short for a table
+            node = above[key] = {"path": node}
         if not isinstance(node, dict | list):
             yield f"override {override!r}: {key!r} is not a section of the run file"
             return
     if isinstance(node, list):
         yield f"override {override!r}: name a key of the list's item, like phases.0.seq_len=512"
         return
-    node[keys[-1]] = _toml_value(value.strip())
+    new, old = _toml_value(value.strip()), node.get(keys[-1])
+    if isinstance(new, str) and isinstance(old, dict) and keys[:-1] in _SOURCES:
+        new = {**old, "path": new}  # files that moved keep what is said of them
+    node[keys[-1]] = new
 
 
 def _item(node: list[Any], key: str) -> Any:

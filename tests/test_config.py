@@ -112,6 +112,30 @@ def test_an_override_reaches_into_phases_and_sources() -> None:
     assert run.phases[0].mixture == {"web": 1.0, "code": 0.5}
 
 
+def test_an_override_reaches_into_a_source_that_is_a_path_and_a_path_keeps_what_is_said_of_it() -> None:
+    run = parse_run(MINIMAL, ["sources.web.max_epochs=2", "sources.web=moved", "sources.code.path=code"])
+    assert (run.sources["web"].path, run.sources["web"].max_epochs) == ("moved", 2)
+    held_out = [*VALIDATION, "validation.sources.held_out.max_document_tokens=9"]
+    section = parse_run(MINIMAL, held_out).validation
+    assert section is not None
+    assert section.sources["held_out"].path == "data/held_out"
+    assert section.sources["held_out"].max_document_tokens == 9
+
+
+VALIDATION = ["validation.every=5 steps", "validation.tokens=64", "validation.sources.held_out=data/held_out"]
+
+
+def test_what_an_override_made_wrong_names_it_and_what_was_wrong_before_names_the_file() -> None:
+    wrong = MINIMAL.replace("seed", "sede") if "seed" in MINIMAL else f"sede = 3\n{MINIMAL}"
+    problems = problems_of(wrong, "seed=1", "seed=-1", "sources.code.max_epochs=2", "phases.0.seq_len=none")
+    assert sorted(problems) == [
+        "override of phases.0.seq_len: `phases.0.seq_len` = null: expected a whole number",
+        "override of seed: `seed` = -1: expected at least 0",
+        "override of sources.code.max_epochs: `sources.code.path` is missing",
+        "run.toml: unknown key `sede`; did you mean `seed`?",
+    ]
+
+
 def test_a_later_override_wins() -> None:
     assert parse_run(MINIMAL, ["seed=1", "seed=2"]).seed == 2
 
@@ -119,7 +143,7 @@ def test_a_later_override_wins() -> None:
 def test_an_override_can_take_back_what_may_be_left_out_and_nothing_else() -> None:
     run = parse_run(MINIMAL, ["checkpoint.local=/nvme", "checkpoint.local=none", "validation=none"])
     assert (run.checkpoint.local, run.validation) == (None, None)
-    assert problems_of(MINIMAL, "name=none") == ("run.toml: `name` = null: expected text, in quotes",)
+    assert problems_of(MINIMAL, "name=none") == ("override of name: `name` = null: expected text, in quotes",)
     assert "did you mean `local`" in problems_of(MINIMAL, "checkpoint.lokal=none")[0]
 
 
@@ -220,7 +244,8 @@ WRONG = {
 def test_a_wrong_value_gives_one_message_with_its_place(override: str, message: str) -> None:
     problems = problems_of(MINIMAL, override)
     assert len(problems) == 1, problems
-    assert problems[0].startswith("run.toml: `" if message[0] == '"' else f"run.toml: {message}")
+    place = f"override of {override.partition('=')[0]}: "
+    assert problems[0].startswith(f"{place}`" if message[0] == '"' else f"{place}{message}")
     assert message in problems[0]
     for word in ("tuple", "dictionary", "instance", "None", "True", "Input should"):
         assert word not in problems[0]
