@@ -8,6 +8,7 @@ from typing import Any
 from ds_pretrain.chunk_rule import chunk_problems
 from ds_pretrain.config import PhaseSection
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.lengths import SHORTEST_PROMPT
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.errors import InputError
@@ -65,7 +66,7 @@ def model_problems(plan: Plan) -> Iterator[str]:
 
 
 def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
-    """Phases that the sources cannot feed: lengths that do not divide, or too many epochs."""
+    """Phases that the sources cannot feed, or validation cannot ask: lengths, or too many epochs."""
     lengths = {phase.name: phase.seq_len for phase in plan.run.phases}
     problems = chunk_problems(lengths, mixtures(plan), plan.chunk_tokens)
     if not problems and all(
@@ -73,7 +74,7 @@ def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
     ):
         with suppress(InputError):  # of a mixture, which is told by itself
             problems = usage_problems(open_sampler(plan, sources), _max_epochs(plan))
-    return [f"{plan.run_path}: {problem}" for problem in problems]
+    return [f"{plan.run_path}: {problem}" for problem in (*problems, *_retrieval_problems(plan))]
 
 
 def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
@@ -86,6 +87,11 @@ def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator
             yield f"positions  {phase.name}: {describe_rope(model)}"
         yield from (f"warning    {warning}" for warning in warnings)
     yield from usage_lines(open_sampler(plan, sources), sources)
+    if short := _too_short_for_prompts(plan):
+        yield (
+            f"validation no key is asked for in {', '.join(short)}: a prompt has at least {SHORTEST_PROMPT} "
+            "tokens"
+        )
 
 
 def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
@@ -102,6 +108,23 @@ def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLe
     yield from forecast_lines(sampler, sources, ledger)
     for problem in usage_problems(sampler, _max_epochs(plan), ledger):
         yield f"warning    because of what is skipped, {problem}"
+
+
+def _too_short_for_prompts(plan: Plan) -> list[str]:
+    """Phases whose samples hold no prompt, where prompts are asked for."""
+    asks = plan.run.validation is not None and plan.run.validation.retrieval
+    short = (phase for phase in plan.run.phases if asks and phase.seq_len < SHORTEST_PROMPT)
+    return [f"phases.{phase.name}.seq_len = {phase.seq_len}" for phase in short]
+
+
+def _retrieval_problems(plan: Plan) -> Iterator[str]:
+    short = _too_short_for_prompts(plan)
+    if len(short) == len(plan.run.phases):
+        yield (
+            f"validation.retrieval = true hides keys in prompts of at least {SHORTEST_PROMPT} tokens, and no "
+            f"phase has samples as long: {', '.join(short)}; make one at least {SHORTEST_PROMPT}, or set "
+            "validation.retrieval = false"
+        )
 
 
 def _max_epochs(plan: Plan) -> dict[str, float | None]:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
 from ds_pretrain.data.feed import MicroBatch
+from ds_pretrain.data.lengths import doublings
 from ds_pretrain.data.retrieval import NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
-from ds_pretrain.data.validation import ValidationSet, doublings, validation_batches
+from ds_pretrain.data.validation import ValidationSet, validation_batches
 from ds_pretrain.engine import Engine
 from ds_pretrain.models.loss import token_losses
 from ds_pretrain.record import IGNORED

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ds_pretrain.curriculum import data_problems, skipped_lines
 from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import open_inputs
+from ds_pretrain.preflight import open_inputs, summary
 from ds_pretrain.state import Skip, SkipLedger
 from tests.scenario import make_run
 
@@ -35,3 +35,31 @@ def test_a_cap_that_is_passed_because_of_skips_is_a_warning_with_step_and_source
     told = list(skipped_lines(plan, sources, fewer))
     assert told[0].startswith("skipped    1 sample of main;")
     assert not any(line.startswith("warning") for line in told)
+
+
+def test_prompts_that_no_phase_has_room_for_are_refused_with_the_shortest_that_works(tmp_path: Path) -> None:
+    asked = ["validation.retrieval=true"]
+    plan = load_plan(make_run(tmp_path), asked)
+    assert data_problems(plan, open_inputs(plan).sources) == [
+        f"{plan.run_path}: validation.retrieval = true hides keys in prompts of at least 48 tokens, and no "
+        "phase has samples as long: phases.main.seq_len = 16; make one at least 48, or set "
+        "validation.retrieval = false"
+    ]
+    for fine in ([], [*asked, "phases.0.seq_len=48", "batch.tokens=96"]):
+        plan = load_plan(plan.run_path, fine)
+        assert data_problems(plan, open_inputs(plan).sources) == []
+
+
+def test_a_phase_too_short_for_prompts_is_told_where_another_has_room(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    long = (
+        '[[phases]]\nname = "long"\nstart = "6 steps"\nseq_len = 64\nmixture = { text = 1.0 }\n[validation]'
+    )
+    run_file.write_text(run_file.read_text().replace("[validation]", f"{long}\nretrieval = true", 1))
+    plan = load_plan(run_file)
+    inputs = open_inputs(plan)
+    assert data_problems(plan, inputs.sources) == []
+    told = "validation no key is asked for in phases.main.seq_len = 16: a prompt has at least 48 tokens"
+    assert told in list(summary(plan, inputs, 1))
+    plan = load_plan(run_file, ["validation.retrieval=false"])
+    assert not any("no key" in line for line in summary(plan, inputs, 1))

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.data.feed import MicroBatch, to_micro_batch
-from ds_pretrain.data.validation import ValidationSet, doublings
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.lengths import KEY_TOKENS, MARKER_TOKENS, prompt_lengths
+from ds_pretrain.data.validation import ValidationSet
 from ds_pretrain.record import IGNORED
 from ds_pretrain.world import World
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the text before the key
 NUM_PLACES = len(DEPTHS) + 1  # and nowhere
-_MARKER_TOKENS, _KEY_TOKENS = 4, 8
 _NUM_TEXTS = 4  # each with a marker and a key of its own
-_SHORTEST = 4 * (_MARKER_TOKENS + _KEY_TOKENS)  # half of it is text
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,8 @@ def make_prompts(chosen: ValidationSet) -> Prompts:
     count = len(chosen.indices)
     picked = chosen.indices[np.arange(_NUM_TEXTS) * count // _NUM_TEXTS]
     texts = chosen.source.samples(picked, chosen.seq_len)  # [_NUM_TEXTS, T + 1]
-    rare = _rare_tokens(texts)
+    rare = _rare_tokens(texts, _separators(chosen.source, picked, texts))
     needles = [_drawn(rare, f"{chosen.name}:{number}") for number in range(_NUM_TEXTS)]
-    lengths = [n for n in doublings(chosen.seq_len) if n >= _SHORTEST]
     rows = {
         length: np.stack(
             [
@@ -52,7 +51,7 @@ def make_prompts(chosen: ValidationSet) -> Prompts:
                 for depth in (*DEPTHS, None)
             ]
         )
-        for length in lengths
+        for length in prompt_lengths(chosen.seq_len)
     }
     return Prompts(rows, chosen.seq_len, chosen.mask_documents)
 
@@ -74,7 +73,7 @@ def prompt_batches(
         filled = np.concatenate([mine, np.zeros(size - len(mine), np.int64)])  # [B]
         starts = np.zeros((size, length + 1), np.bool_) if prompts.mask_documents else None
         batch = to_micro_batch(rows[filled], starts)
-        batch.labels[:, :-_KEY_TOKENS] = IGNORED
+        batch.labels[:, :-KEY_TOKENS] = IGNORED
         batch.labels[len(mine) :] = IGNORED
         yield batch, filled % NUM_PLACES
 
@@ -106,13 +105,36 @@ def _prompt(
     return np.concatenate([text[:before], needle, text[before:room], needle])
 
 
-def _rare_tokens(texts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rarer half of the tokens that occur: known to the model, and no separators."""
+def _separators(
+    source: TokenSource, picked: NDArray[np.int64], texts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """What ends documents: the id that the source names, or, if it names none, the ends of those in `texts`.
+
+    `picked` says which samples the texts [n, T + 1] are.
+    """
+    eos = (source.sidecar or {}).get("eos_id")
+    if eos is not None:
+        return np.array([eos], np.int64)
+    ends = []
+    for first, text in zip(picked.tolist(), texts, strict=True):
+        first *= len(text) - 1
+        starts = source.document_starts(first, len(text) + 1)  # also one right after the text
+        ends.append(text[starts[starts > 0] - 1])
+        if first + len(text) == source.num_tokens:
+            ends.append(text[-1:])
+    return np.unique(np.concatenate(ends))
+
+
+def _rare_tokens(texts: NDArray[np.int64], separators: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rarer half of the tokens that occur, known to the model, without what ends documents."""
     tokens, counts = np.unique(texts, return_counts=True)
+    inside = ~np.isin(tokens, separators)
+    if inside.any():  # or documents are of one token each
+        tokens, counts = tokens[inside], counts[inside]
     return tokens[np.argsort(counts, kind="stable")][: max(1, len(tokens) // 2)]
 
 
 def _drawn(tokens: NDArray[np.int64], seed: str) -> NDArray[np.int64]:
     """A marker and a key, all tokens different where there are as many: drawn by hash, from no stream."""
     order = sorted(tokens.tolist(), key=lambda token: sha256(f"{seed}:{token}".encode()).digest())
-    return np.resize(np.asarray(order, np.int64), _MARKER_TOKENS + _KEY_TOKENS)
+    return np.resize(np.asarray(order, np.int64), MARKER_TOKENS + KEY_TOKENS)

@@ -36,11 +36,6 @@ def make_validation_set(
     return ValidationSet(name, source, seq_len, indices, mask_documents)
 
 
-def doublings(seq_len: int) -> list[int]:
-    """1, 2, 4, ..., `seq_len`: where buckets of positions end, and how long prompts are."""
-    return [2**power for power in range(seq_len.bit_length()) if 2**power < seq_len] + [seq_len]
-
-
 def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
     """This rank's micro-batches. Every rank gets as many: missing rows are filled with ignored labels."""
     per_round = world.size * micro_sequences

@@ -1,5 +1,6 @@
 """Prompts with a hidden key: what they are made of, and what the scores say of a model that is known."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.retrieval import DEPTHS, NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
 from ds_pretrain.data.validation import make_validation_set
 from ds_pretrain.record import IGNORED
@@ -16,10 +18,13 @@ from ds_pretrain.world import World
 SEQ_LEN, KEY, NEEDLE = 256, 8, 12
 
 
-def source_of_tokens(tokens: Any) -> TokenSource:
-    """One document."""
-    bounds = np.array([0, 1], np.int64)
-    return TokenSource(Path("memory"), tokens.astype("<i4"), np.array([len(tokens)], np.int32), bounds, None)
+def source_of_tokens(
+    tokens: Any, lengths: Sequence[int] = (), sidecar: dict[str, Any] | None = None
+) -> TokenSource:
+    """One document, or some of these lengths."""
+    each = np.array(lengths or [len(tokens)], np.int32)
+    bounds = np.arange(len(each) + 1, dtype=np.int64)
+    return TokenSource(Path("memory"), tokens.astype("<i4"), each, bounds, sidecar)
 
 
 def _prompts(mask_documents: bool = False) -> Prompts:
@@ -62,6 +67,40 @@ def test_keys_are_of_the_rarer_tokens_of_the_text() -> None:
     tokens, counts = np.unique(rows[NUM_PLACES - 1 :: NUM_PLACES, :-NEEDLE], return_counts=True)
     common = set(tokens[np.argsort(counts)[-20:]].tolist())
     assert not common & set(rows[:, -NEEDLE:].flatten().tolist())
+
+
+EOS = 99  # the rarer half of 24 tokens are 12, and a marker with its key needs all of them
+
+
+def _with_rare_separators(lengths: Sequence[int], sidecar: dict[str, Any] | None) -> Prompts:
+    """Every 50th token is EOS, as rare as the tokens that keys are made of."""
+    random = np.random.default_rng(0)
+    tokens = [np.append(random.permutation(np.r_[np.arange(38) % 12, 12 : 12 + 11]), EOS) for _ in range(40)]
+    source = source_of_tokens(np.concatenate(tokens), lengths, sidecar)
+    return make_prompts(make_validation_set("web", source, 64, 1900))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sidecar"),
+    [([50] * 40, {"eos_id": EOS}), ([50] * 40, None), ([], {"eos_id": EOS})],
+    ids=["named", "by the index", "named, and no document ends"],
+)
+def test_no_key_holds_what_ends_a_document(lengths: list[int], sidecar: dict[str, Any] | None) -> None:
+    rows = _with_rare_separators(lengths, sidecar).rows[64]
+    assert {token for row in rows for token in row[-NEEDLE:].tolist()} == set(range(12, 23))
+
+
+def test_what_nothing_calls_a_separator_is_a_token_as_any() -> None:
+    rows = _with_rare_separators([], None).rows[64]
+    assert EOS in {token for row in rows for token in row[-NEEDLE:].tolist()}
+
+
+def test_the_end_of_the_last_text_ends_a_document_too() -> None:
+    for length, ends in ((257, True), (258, False)):
+        tokens = np.append(np.arange(length - 1) % 12, 12)
+        tokens[256] = 50  # the last of the fourth text
+        rows = make_prompts(make_validation_set("web", source_of_tokens(tokens), 64, 256)).rows[64]
+        assert (50 in {token for row in rows for token in row[-NEEDLE:].tolist()}) != ends
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -111,7 +150,13 @@ def test_prompts_shorter_than_twice_the_question_are_left_out_and_the_longest_is
     for seq_len, lengths in [(16, []), (48, [48]), (96, [64, 96]), (128, [64, 128])]:
         prompts = make_prompts(make_validation_set("web", source_of_tokens(tokens), seq_len, 10 * seq_len))
         assert list(prompts.rows) == lengths
+        assert lengths == prompt_lengths(seq_len)
         assert scores(prompts, np.zeros(0)) == {} if not lengths else True
+
+
+def test_the_shortest_prompt_is_half_text() -> None:
+    assert SHORTEST_PROMPT == 4 * NEEDLE
+    assert (prompt_lengths(SHORTEST_PROMPT - 1), prompt_lengths(SHORTEST_PROMPT)) == ([], [SHORTEST_PROMPT])
 
 
 def test_two_tokens_are_enough_for_a_key() -> None:
