@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import published, step_of
-from ds_pretrain.config import SourceSection
+from ds_pretrain.config import HeldOutSection
 from ds_pretrain.curriculum import curriculum_lines, data_problems, model_problems
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.mixture import make_mixture
@@ -22,6 +22,7 @@ from ds_pretrain.files import folder_problem
 from ds_pretrain.known_bad import bad_versions, installed_versions
 from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
+from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.plan import Plan, check_world
 from ds_pretrain.rate_plot import rate_lines
 from ds_pretrain.run_directory import directory_problems
@@ -132,13 +133,14 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)
+    yield from _mask_lines(plan, precision)
     if plan.base is not None:
         warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
         yield from (f"warning    {warning}" for warning in warnings)
 
 
 def _open_all(
-    sections: Mapping[str, SourceSection], where: str, problems: list[str]
+    sections: Mapping[str, HeldOutSection], where: str, problems: list[str]
 ) -> dict[str, TokenSource]:
     opened = {}
     for name, section in sections.items():
@@ -249,6 +251,17 @@ def _unused_lines(plan: Plan) -> Iterator[str]:
     for name in plan.run.sources:
         if name not in used:
             yield f"warning    sources.{name} is in no mixture, so nothing of it is trained on"
+
+
+def _mask_lines(plan: Plan, precision: str) -> Iterator[str]:
+    """Phases whose sequences are too long for masks."""
+    if not plan.run.model.mask_documents:
+        return
+    for phase in plan.run.phases:
+        micro = plan.micro_sequences(plan.timeline.phase_start(phase.name))
+        where = f"phases.{phase.name}"
+        warnings = mask_warnings(plan.model, plan.run.model.attention, micro, phase.seq_len, precision, where)
+        yield from (f"warning    {warning}" for warning in warnings)
 
 
 def _eos_lines(name: str, source: TokenSource) -> Iterator[str]:

@@ -244,6 +244,19 @@ def test_check_ends_with_the_advice(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[-2].startswith("saves      advice on checkpoint.every needs")
 
 
+def test_a_phase_whose_masks_take_much_memory_is_warned_of(tmp_path: Path) -> None:
+    model = {**LLAMA, "max_position_embeddings": 1 << 16}
+    run_file = make_run(tmp_path, batch_tokens=1 << 15, micro_sequences=1, model=model)
+    for name in ("text", "code", "held_out"):
+        write_corpus(tmp_path / name, 0, num_documents=2000)
+    long = ["phases.0.seq_len=32_768", "model.mask_documents=true"]
+    [warning] = [line for line in lines_of(load_plan(run_file, long)) if "mask_documents" in line]
+    assert "phases.main: model.mask_documents = true holds a mask of 1 x 1 x 32,768 x 32,768" in warning
+    assert "in fp32, 4.0 GiB a micro-batch" in warning
+    plain = load_plan(run_file, [long[0], "model.mask_documents=false"])
+    assert not [line for line in lines_of(plain) if "mask_documents" in line]
+
+
 def _with_config(config: dict[str, object], zero: dict[str, object]) -> dict[str, object]:
     base = deepspeed_json(3)
     return {**base, **config, "zero_optimization": {**base["zero_optimization"], **zero}}

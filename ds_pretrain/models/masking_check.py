@@ -10,6 +10,8 @@ from ds_pretrain.models.family import Family, read_family
 
 MASK_KERNELS = ("eager", "sdpa")  # take any mask
 FLASH_KERNELS = ("flash_attention_2",)  # take lengths of documents
+_BYTES = {"bf16": 2, "fp32": 4}
+_MUCH_BYTES = 1 << 30
 LAYER_KINDS = ("full_attention", "sliding_attention")
 # How the code of a family says that it takes a mask for each kind of layer, and takes a mask at all.
 _TAKES_MASKS_BY_KIND = "attention_mask, dict)"
@@ -29,6 +31,37 @@ def masking_problems(config_text: str, attention: str | None, name: str = NAME) 
     family = read_family(config["model_type"])
     found = [*_kernel_problems(attention), *(_family_problems(config, family) if family else ())]
     return [f"model.mask_documents = true: {problem}" for problem in found]
+
+
+def mask_warnings(
+    config: Mapping[str, Any], attention: str | None, rows: int, seq_len: int, dtype: str, where: str
+) -> list[str]:
+    """That the masks of a micro-batch of `rows` sequences take much memory, at T x T entries each.
+
+    `dtype` is that of the activations, "bf16" or "fp32".
+    """
+    if attention in FLASH_KERNELS:
+        return []
+    num_masks = _num_masks(config)
+    num_bytes = num_masks * rows * seq_len**2 * _BYTES[dtype]
+    if num_bytes < _MUCH_BYTES:
+        return []
+    masks = "masks" if num_masks > 1 else "a mask"
+    return [
+        f"{where}: model.mask_documents = true holds {masks} of {num_masks} x {rows:,} x {seq_len:,} x "
+        f"{seq_len:,} in {dtype}, {num_bytes / 2**30:,.1f} GiB a micro-batch; "
+        'model.attention = "flash_attention_2" holds none'
+    ]
+
+
+def _num_masks(config: Mapping[str, Any]) -> int:
+    """One, or one for each kind of layer."""
+    family = read_family(str(config.get("model_type")))
+    if family is None or _TAKES_MASKS_BY_KIND not in family.source:
+        return 1
+    if kinds := family.value(config, "layer_types"):
+        return len(set(kinds))
+    return 1 if family.value(config, "sliding_window") is None else len(LAYER_KINDS)
 
 
 def takes_masks_by_kind(model_type: str) -> bool:

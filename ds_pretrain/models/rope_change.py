@@ -71,9 +71,9 @@ def rope_change_warnings(
     before, after = rope_state(model), rope_state(with_rope(model, rope, seq_len))
     if after.theta < before.theta:
         return [
-            f"{where}: theta falls from {before.theta:,.10g} to {after.theta:,.10g}: every frequency that was "
-            "learned rises, and distant tokens look alike sooner; a longer context takes a higher theta, and a "
-            "phase that names none keeps that of the phase before"
+            f"{where}: theta falls from {before.theta:,.10g} to {after.theta:,.10g}: every frequency that "
+            "was learned rises, and distant tokens look alike sooner; a longer context takes a higher theta, "
+            "and a phase that names none keeps that of the phase before"
         ]
     if not before.num_positions or seq_len <= before.num_positions:
         return []

@@ -16,7 +16,7 @@ from transformers.integrations import flash_attention as flash_layer
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.build import build_model
 from ds_pretrain.models.documents import attention_inputs, document_inputs, refuse_leaks
-from ds_pretrain.models.masking_check import masking_problems
+from ds_pretrain.models.masking_check import mask_warnings, masking_problems
 from ds_pretrain.world import World
 from tests.models import tiny
 
@@ -355,3 +355,18 @@ def test_p38_flash_attention_is_refused_where_it_is_not_installed(monkeypatch: p
 @each_family
 def test_families_that_are_tested_here_are_not_refused(family: str, kernel: str | None) -> None:
     assert masking_problems(json.dumps(FAMILIES[family]), kernel) == []
+
+
+def test_masks_that_take_much_memory_are_warned_of_with_their_bytes() -> None:
+    def warned(family: dict[str, Any], seq_len: int, rows: int = 2, dtype: str = "bf16") -> list[str]:
+        return mask_warnings(family, None, rows, seq_len, dtype, "phases.long")
+
+    assert warned(tiny.LLAMA, 32_768) == [
+        "phases.long: model.mask_documents = true holds a mask of 1 x 2 x 32,768 x 32,768 in bf16, 4.0 GiB a "
+        'micro-batch; model.attention = "flash_attention_2" holds none'
+    ]
+    assert "8.0 GiB" in warned(tiny.LLAMA, 32_768, dtype="fp32")[0]
+    assert "masks of 2 x 2 x 32,768 x 32,768 in bf16, 8.0 GiB" in warned(FAMILIES["gemma3"], 32_768)[0]
+    assert warned(tiny.LLAMA, 16_384) != []  # 1 GiB
+    assert warned(tiny.LLAMA, 16_384, rows=1) == []
+    assert mask_warnings(tiny.LLAMA, "flash_attention_2", 2, 32_768, "bf16", "phases.long") == []
