@@ -16,7 +16,7 @@ from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, par
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
 from ds_pretrain.past import changed_fields
-from ds_pretrain.reading import parse_json, read_text, shown
+from ds_pretrain.reading import counted, parse_json, read_text, shown
 from ds_pretrain.response import Ladder
 from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
 from ds_pretrain.run_problems import (
@@ -32,6 +32,7 @@ from ds_pretrain.run_problems import (
 from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
 from ds_pretrain.spans import Multiples, multiples
 from ds_pretrain.timeline import (
+    Segment,
     Stage,
     Timeline,
     accumulation,
@@ -274,25 +275,36 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
     if world_size < 1:
         return [f"world size {world_size} (from {world_source}): expected 1 or more"]
-    problems = []
+    alike: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in plan.timeline.segments:
-        micro = plan.micro_sequences(segment.first_step)
-        count = accumulation(segment.sequences, micro, world_size)
-        asked = plan.run.batch.accumulation
+        kind = segment.sequences, segment.seq_len, plan.micro_sequences(segment.first_step)
+        alike.setdefault(kind, []).append(segment)
+    problems, other_counts, asked = [], [], plan.run.batch.accumulation
+    for (sequences, seq_len, micro), segments in alike.items():
+        count = accumulation(sequences, micro, world_size)
         arithmetic = (
-            f"global batch {segment.sequences} sequences ({segment.tokens_per_step:,} tokens / seq_len "
-            f"{segment.seq_len:,}), micro-batch {micro}, world size {world_size} (from {world_source})"
+            f"{_where(plan, segments)}global batch {counted(sequences, 'sequence')} "
+            f"({sequences * seq_len:,} tokens / seq_len {seq_len:,}), micro-batch {micro}, world size "
+            f"{world_size} (from {world_source})"
         )
         if count is None:
-            problems.append(
-                f"{plan.run_path}: {arithmetic} do not multiply out; {_way_out(segment.sequences, micro)}"
-            )
+            problems.append(f"{arithmetic} do not multiply out; {_way_out(sequences, micro)}")
         elif asked is not None and asked != count:
-            problems.append(
-                f"{plan.run_path}: {arithmetic} make accumulation {count}, but batch.accumulation = {asked}; "
-                "delete batch.accumulation, or change the batch or the number of ranks"
-            )
-    return problems
+            other_counts.append(f"{arithmetic} make accumulation {count}")
+    if other_counts:
+        problems.append(
+            f"{'; '.join(other_counts)}, but batch.accumulation = {asked}; delete batch.accumulation, or "
+            "change the batch or the number of ranks"
+        )
+    return [f"{plan.run_path}: {problem}" for problem in problems]
+
+
+def _where(plan: Plan, segments: Sequence[Segment]) -> str:
+    """Steps of a run that is not alike all along."""
+    if len(plan.timeline.segments) == 1:
+        return ""
+    steps = (f"{s.phase} from step {s.first_step:,} to {s.end_step:,}" for s in segments)
+    return f"{' and '.join(steps)}: "
 
 
 def with_unit(path: str, value: Any) -> str:

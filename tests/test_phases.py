@@ -115,6 +115,27 @@ def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_
     assert "global batch 4 sequences (128 tokens / seq_len 32), micro-batch 2, world size 4" in problem
 
 
+def test_what_is_wrong_with_a_world_is_said_once_with_the_steps_that_it_concerns(tmp_path: Path) -> None:
+    ramp = ("tokens = 128", 'ramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128')
+    third = (
+        '[[phases]]\nname = "late"\nstart = "10 steps"\nseq_len = 16\nmixture = { text = 1.0 }\n[validation]'
+    )
+    late = ("[validation]", third)
+    plan = _plan(tmp_path, ramp, late)
+    two, four = check_world(plan, 4, "here")  # main 4 then 8 sequences, long 4, late 8
+    assert two.startswith(f"{plan.run_path}: main from step 0 to 4: global batch 4 sequences (64 tokens / ")
+    assert four.startswith(f"{plan.run_path}: long from step 8 to 10: global batch 4 sequences (128 tokens /")
+    six = check_world(plan, 3, "here")[1]
+    assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences (128 tokens" in six
+    asked = _plan(tmp_path / "asked", ("tokens = 128", "accumulation = 2\n" + ramp[1]), late)
+    [problem] = check_world(asked, 1, "here")
+    assert problem.count("batch.accumulation = 2") == 1
+    assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences" in problem
+    assert problem.count("make accumulation 4") == 1
+    one = _plan(tmp_path / "one", ("seq_len = 32", "seq_len = 128\nmicro_sequences = 1"))
+    assert "long from step 8 to 12: global batch 1 sequence (128 tokens" in check_world(one, 2, "here")[0]
+
+
 REFUSED = [
     (
         (("seq_len = 32", "seq_len = 32\nmicro_sequences = 3"),),

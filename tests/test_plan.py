@@ -202,7 +202,7 @@ def test_p30_the_batch_is_solved_for_or_refused_with_all_its_factors(
     assert expected in problem
     if world > 0:
         assert (
-            f"{run_file}: global batch {tokens // 16} sequences ({tokens:,} tokens / seq_len 16), "
+            f"{run_file}: global batch {tokens // 16:,} sequences ({tokens:,} tokens / seq_len 16), "
             f"micro-batch {micro}, world size {world} (from the launcher)" in problem
         )
 
