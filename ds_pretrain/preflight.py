@@ -24,7 +24,8 @@ from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.plan import Plan, check_world
-from ds_pretrain.rate_plot import rate_lines
+from ds_pretrain.rate_plot import rate_summary
+from ds_pretrain.reading import counted
 from ds_pretrain.run_directory import directory_problems
 from ds_pretrain.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.veto import drop_problems
@@ -114,16 +115,13 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
 
 def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
     """The resolved run, a line a fact: first the schedule, then timeline, batch, model, data."""
-    corners = ", ".join(
-        f"{name} {step:,}: {plan.schedule.rate(step):.3g}" for name, step in plan.schedule.corners().items()
-    )
-    yield f"rate       {corners}"
-    yield from (f"           {line}" for line in rate_lines(plan))
+    yield from rate_summary(plan)
     for segment in plan.timeline.segments:
         yield (
             f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
-            f"{segment.sequences:,} sequences of {segment.seq_len:,} = {segment.tokens_per_step:,} tokens a "
-            f"step, {plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
+            f"{counted(segment.sequences, 'sequence')} of {segment.seq_len:,} = "
+            f"{counted(segment.tokens_per_step, 'token')} a step, "
+            f"{plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
         )
         yield f"batch      {_batch_line(plan, segment, world_size)}"
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
@@ -214,7 +212,8 @@ def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
         worlds = worlds_that_divide(sequences, micro)
         return f"micro-batches of {micro}; world sizes that divide it: {', '.join(map(str, worlds[:16]))}"
     count = accumulation(sequences, micro, world_size)
-    return f"{world_size} ranks x {micro} sequences x accumulation {count} = {sequences:,} sequences"
+    ranks, each = counted(world_size, "rank"), counted(micro, "sequence")
+    return f"{ranks} x {each} x accumulation {count} = {counted(sequences, 'sequence')}"
 
 
 def _model_line(plan: Plan) -> str:

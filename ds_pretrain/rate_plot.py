@@ -1,8 +1,35 @@
-"""The learning rate of a run over its phases, drawn in a terminal."""
+"""The learning rate of a run over its phases, in words and drawn in a terminal."""
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 from ds_pretrain.plan import Plan
+from ds_pretrain.reading import counted
+from ds_pretrain.schedules import rule_factor
 
 _WIDTH, _HEIGHT = 72, 7  # characters
+
+
+def rate_summary(plan: Plan) -> Iterator[str]:
+    """The rate where the schedule changes its nature, and where the ramp's rule changes it; then drawn."""
+    corners = (f"{name} {step:,}: {_rate(plan, step):.3g}" for name, step in plan.schedule.corners().items())
+    yield f"rate       {', '.join(corners)}"
+    segments, batch = plan.timeline.segments, plan.run.batch
+    changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
+    if batch.rate_rule != "none" and changes:
+        words = (
+            f"x {rule_factor(batch.rate_rule, s.tokens_per_step, batch.tokens):.3g} from step "
+            f"{s.first_step:,} ({counted(s.tokens_per_step, 'token')} a step, rate "
+            f"{_rate(plan, s.first_step):.3g})"
+            for s in (segments[0], *changes)
+        )
+        yield f"           batch.rate_rule {batch.rate_rule}: {', '.join(words)}"
+    yield from (f"           {line}" for line in rate_lines(plan))
+
+
+def _rate(plan: Plan, step: int) -> float:
+    """Of a run in which no update is dropped; a schedule may have a corner at its very end."""
+    return plan.rate(min(step, plan.last_step - 1), step)
 
 
 def rate_lines(plan: Plan) -> list[str]:

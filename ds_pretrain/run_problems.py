@@ -106,10 +106,11 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
     warmup = first_steps(section.warmup, timeline)
     decay = decay_steps(section, timeline) if isinstance(section, WsdSection) else 0
     if warmup + decay > length:
-        both = f'schedule.warmup = "{section.warmup}" ({warmup:,} steps)'
+        both = f'schedule.warmup = "{section.warmup}" ({counted(warmup, "step")})'
         if isinstance(section, WsdSection):
-            both += f' and schedule.decay = "{section.decay}" ({decay:,} steps)'
-        yield f'{both} do not fit into schedule.length = "{section.length}" ({length:,} steps); shorten one'
+            both += f' and schedule.decay = "{section.decay}" ({counted(decay, "step")})'
+        whole = f'schedule.length = "{section.length}" ({counted(length, "step")})'
+        yield f"{both} do not fit into {whole}; shorten one"
     if isinstance(section, WsdSection) and decay == 0:
         yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
     if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:

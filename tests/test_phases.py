@@ -11,7 +11,7 @@ from ds_pretrain.config import BatchSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import Plan, check_world, load_plan
 from ds_pretrain.preflight import find_problems, open_inputs
-from ds_pretrain.rate_plot import rate_lines
+from ds_pretrain.rate_plot import rate_lines, rate_summary
 from ds_pretrain.schedules import Wsd, rule_factor
 from ds_pretrain.timeline import Segment, Stage, make_timeline, parse_duration
 from tests.scenario import deepspeed_json, make_run, write_corpus
@@ -284,6 +284,33 @@ def test_a_ramp_that_cannot_be_read_is_refused(ramp: Any, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         BatchSection.model_validate({"tokens": "4K", "micro_sequences": 1, "ramp": ramp})
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 0.5), ("sqrt", 0.707)])
+def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_each_change(
+    tmp_path: Path, rule: str, factor: float
+) -> None:
+    ramp = f'rate_rule = "{rule}"\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
+    plan = _plan(tmp_path, ("tokens = 128", ramp))
+    corners, words, *_ = rate_summary(plan)
+    assert corners.startswith(f"rate       start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
+    assert words == (
+        f"           batch.rate_rule {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 from "
+        "step 4 (128 tokens a step, rate 0.01)"
+    )
+
+
+def test_a_ramp_without_a_rule_changes_no_rate_and_a_warmup_may_fill_the_run(tmp_path: Path) -> None:
+    ramp = 'ramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
+    lines = list(rate_summary(_plan(tmp_path, ("tokens = 128", ramp))))
+    assert "warmup end 2: 0.01" in lines[0]
+    assert not any("rate_rule" in line for line in lines)
+    whole = [
+        'schedule={ kind = "cosine", length = "12 steps", peak = 1.0, warmup = "100%" }',
+        "batch.rate_rule=sqrt",
+    ]
+    first = next(rate_summary(load_plan(make_run(tmp_path / "whole"), whole)))
+    assert first == "rate       start 0: 0, warmup end 12: 1, middle 12: 1, last 11: 0.917"
 
 
 def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ def test_the_summary_says_what_the_run_resolves_to(tmp_path: Path) -> None:
         assert fact in text
 
 
+def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
+    plan = load_plan(make_run(tmp_path, batch_tokens=16, micro_sequences=1))
+    text = "\n".join(lines_of(plan, 1))
+    assert "1 sequence of 16 = 16 tokens a step" in text
+    assert "batch      1 rank x 1 sequence x accumulation 1 = 1 sequence" in text
+
+
 def test_p30_the_worlds_that_divide_the_batch_are_printed_while_the_world_is_unknown(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path))
     assert "batch      micro-batches of 2; world sizes that divide it: 1, 2, 4" in lines_of(plan)

@@ -17,6 +17,7 @@ from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import NO_SKIPS, Sampler
 from ds_pretrain.data.views import chosen_of
+from ds_pretrain.reading import counted
 from ds_pretrain.state import SkipLedger
 
 
@@ -160,7 +161,7 @@ def forecast_lines(
     one_phase = len(_phases(sampler)) == 1
     for name in names:
         source, mine = sources[name], [use for use in uses if use.source == name]
-        told = f"source     {name}: {source.num_tokens:,} tokens, {source.num_documents:,} documents"
+        told = f"source     {name}: {source.num_tokens:,} tokens, {counted(source.num_documents, 'document')}"
         if one_phase:
             yield f"{told}; {_share(mine[0])}, {mine[0].epochs:.2f} epochs"
             continue
@@ -203,9 +204,9 @@ def overlaps(sources: Mapping[str, TokenSource]) -> Iterator[str]:
         documents, tokens = _common(first, second)
         if tokens:
             yield (
-                f"sources.{one} and sources.{other} have {documents:,} documents of {first.prefix} in "
-                f"common, {tokens:,} tokens: each repeats what the other reads, and their epochs are "
-                "counted apart"
+                f"sources.{one} and sources.{other} have {counted(documents, 'document')} of "
+                f"{first.prefix} in common, {counted(tokens, 'token')}: each repeats what the other reads, "
+                "and their epochs are counted apart"
             )
 
 
@@ -231,7 +232,7 @@ def _share(use: SourceUse) -> str:
 
 
 def _phase_words(use: SourceUse) -> str:
-    words = f"{use.phase}: {_share(use)} in {use.draws:,} samples of {use.seq_len:,}"
+    words = f"{use.phase}: {_share(use)} in {counted(use.draws, 'sample')} of {use.seq_len:,}"
     if use.repeated_tokens:
         words += f", {use.repeated_tokens:,} of them not for the first time"
     words += f"; {use.epochs:.2f} epochs by its end"

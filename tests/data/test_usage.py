@@ -141,21 +141,21 @@ def test_skipped_draws_bring_the_end_of_an_epoch_nearer() -> None:
 def test_the_lines_of_one_phase_say_share_tokens_and_epochs() -> None:
     sampler = make_sampler(7, timeline([("main", 4, [(100, 8)])]), {"main": MIXTURES["main"]}, SOURCES)
     assert list(usage_lines(sampler, SOURCES)) == [
-        "source     code: 8,001 tokens, 1 documents; 26.0% of the draws, 832 tokens, 0.10 epochs",
-        "source     web: 6,401 tokens, 1 documents; 74.0% of the draws, 2,368 tokens, 0.37 epochs",
+        "source     code: 8,001 tokens, 1 document; 26.0% of the draws, 832 tokens, 0.10 epochs",
+        "source     web: 6,401 tokens, 1 document; 74.0% of the draws, 2,368 tokens, 0.37 epochs",
     ]
 
 
 def test_the_lines_of_several_phases_say_what_each_reads_and_what_is_repeated() -> None:
     sampler = make_sampler(7, timeline(TWO_PHASES), MIXTURES, SOURCES)
     assert list(usage_lines(sampler, SOURCES)) == [
-        "source     code: 8,001 tokens, 1 documents; 832 tokens of it are read, 0.10 epochs",
+        "source     code: 8,001 tokens, 1 document; 832 tokens of it are read, 0.10 epochs",
         "           main: 26.0% of the draws, 832 tokens in 208 samples of 4; 0.10 epochs by its end",
-        "source     web: 6,401 tokens, 1 documents; 5,360 tokens of it are read, 0.86 epochs",
+        "source     web: 6,401 tokens, 1 document; 5,360 tokens of it are read, 0.86 epochs",
         "           main: 74.0% of the draws, 2,368 tokens in 592 samples of 4; 0.37 epochs by its end",
         "           long: 46.8% of the draws, 2,992 tokens in 187 samples of 16; 0.86 epochs by its end; "
         "128 tokens before it wait for the next epoch, as the length changes",
-        "source     books: 1,601 tokens, 1 documents; 3,408 tokens of it are read, 2.13 epochs",
+        "source     books: 1,601 tokens, 1 document; 3,408 tokens of it are read, 2.13 epochs",
         "           long: 53.2% of the draws, 3,408 tokens in 213 samples of 16, 1,808 of them not for the "
         "first time; 2.13 epochs by its end",
         "warning    sources.books passes one epoch at step 123 (phase long), and the run reads 2.13: what "
@@ -204,7 +204,8 @@ def test_names_over_the_same_documents_are_said_to_repeat_one_another() -> None:
         ({"middle": middle, "long": long}, 2, 70),
     ):
         [words] = overlaps(pair)
-        assert f" have {documents} documents of data/web in common, {tokens} tokens:" in words
+        noun = "document" if documents == 1 else "documents"
+        assert f" have {documents} {noun} of data/web in common, {tokens} tokens:" in words
     assert len(list(overlaps({"web": web, "long": long, "middle": middle, "other": elsewhere}))) == 3
 
 
@@ -216,7 +217,7 @@ def test_the_lines_warn_of_an_epoch_that_is_passed_and_of_documents_in_common() 
     assert warnings == [
         "warning    sources.a passes one epoch at step 69 (phase m), and the run reads 1.19: what was read "
         "is read again from there on",
-        "warning    sources.a and sources.b have 1 documents of memory_0 in common, 1,601 tokens: each "
+        "warning    sources.a and sources.b have 1 document of memory_0 in common, 1,601 tokens: each "
         "repeats what the other reads, and their epochs are counted apart",
     ]
 
