@@ -10,14 +10,15 @@ from typing import TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.checkpoint_commands import add_arguments as add_checkpoint_arguments
-from ds_pretrain.checkpoint_commands import checkpoint_root
+from ds_pretrain.checkpoint_commands import parent_place
 from ds_pretrain.errors import EXIT_FAILED, InputError, RunError
 from ds_pretrain.launch.command import compose
 from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
 from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import find_problems, interval_lines, open_inputs, summary
+from ds_pretrain.preflight import find_problems, open_inputs, summary
 from ds_pretrain.rehearsal import base_findings
+from ds_pretrain.save_advice import interval_lines
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -54,7 +55,8 @@ def verify_resume_command(words: argparse.Namespace) -> int:
     """Prove that a resumed run is bitwise the uninterrupted one, or name what differs first."""
     from ds_pretrain.verify_resume import verify_resume
 
-    return verify_resume(words.run_file, words.overrides, words.steps, partial(_launch, words))
+    start = partial(_launch, words)
+    return verify_resume(words.run_file, words.overrides, words.steps, start, words.begin)
 
 
 def _launch(words: argparse.Namespace, overrides: Sequence[str], flags: Sequence[str]) -> int:
@@ -162,7 +164,7 @@ def branch_command(words: argparse.Namespace) -> int:
     from ds_pretrain.branch import branch
 
     plan = load_plan(words.run_file, words.overrides)
-    branch(checkpoint_root(Path(words.parent)), words.at, plan)
+    branch(parent_place(words.parent), words.at, plan)
     return 0
 
 
@@ -241,6 +243,14 @@ def _add_verify_resume(commands: Commands) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, metavar="K", help="before the resume, and after it (default: 3)"
     )
+    parser.add_argument(
+        "--from",
+        type=int,
+        dest="begin",
+        metavar="STEP",
+        help="begin at the run's checkpoint of that step, to prove a resume in another phase or batch, or "
+        "right on a change, K steps later (default: the run's first steps, which prove its first phase alone)",
+    )
     parser.set_defaults(call=verify_resume_command)
 
 
@@ -308,7 +318,11 @@ def _add_branch(commands: Commands) -> None:
     parser = commands.add_parser(
         "branch", help="make a run that begins from a checkpoint of another, with another plan from there on"
     )
-    parser.add_argument("parent", metavar="RUN", help="a run directory, a run file, or its checkpoints")
+    parser.add_argument(
+        "parent",
+        metavar="RUN",
+        help="a run directory, a run file, its checkpoints, or the URL of a place that they were shipped to",
+    )
     parser.add_argument("--at", type=int, required=True, metavar="STEP", help="of the checkpoint")
     _add_run(parser, "NEW.toml")
     parser.set_defaults(call=branch_command)

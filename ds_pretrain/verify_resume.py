@@ -1,8 +1,9 @@
 """`ds-pretrain verify-resume`: proof on one's own cluster and configuration that a resume changes nothing.
 
-The first launch trains 2K steps and saves after K and after 2K. The checkpoint after 2K is put aside, the
-second launch, the same command, resumes after K and trains to 2K, and what both made of these K steps is
-compared: samples, losses and norms from metrics.jsonl, every tensor and random stream from the checkpoints.
+The first launch trains 2K steps, from the beginning or from a checkpoint of the run, and saves after K and
+after 2K. The checkpoint after 2K is put aside, the second launch, the same command, resumes after K and
+trains to 2K, and what both made of these K steps is compared: samples, losses and norms from metrics.jsonl,
+every tensor and random stream from the checkpoints.
 
     OUT.verify-resume/
         verify-resume.lock              says whose folder this is, and holds it while the command runs
@@ -19,11 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_pretrain.checkpoint.inventory import chosen
 from ds_pretrain.checkpoint.layout import step_name
 from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.reading import shown
+from ds_pretrain.timeline import Timeline
 
 Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
 
@@ -61,32 +64,58 @@ class Place:
         return self.folder / "straight" / step_name(step)
 
 
-def verify_resume(run_file: str, overrides: Sequence[str], steps: int, start: Start) -> int:
+def verify_resume(
+    run_file: str, overrides: Sequence[str], steps: int, start: Start, begin: int | None = None
+) -> int:
     """Train 2 x `steps` steps, again from the middle, and compare; 0 if bitwise equal, 1 if not.
 
     Args:
         start: launches the run file with overrides and flags, as `ds-pretrain train` does.
+        begin: from the run's checkpoint of this step instead of from the beginning.
 
     Raises:
-        InputError: the run has too few steps, or the folder for it is somebody else's.
+        InputError: the run has too few steps or no such checkpoint, or the folder for it is somebody else's.
     """
     plan = load_plan(run_file, overrides)
-    _check_steps(plan, steps)
+    _check_steps(plan, steps, begin)
+    origin = None if begin is None else chosen(plan.out / "checkpoints", begin).absolute()
     place = Place(plan.out.with_name(f"{plan.out.name}.verify-resume"))
-    launch = partial(start, [*overrides, *_own_overrides(place, steps)], ["--stop-after", str(2 * steps)])
+    middle, last = (begin or 0) + steps, (begin or 0) + 2 * steps
+    launch = partial(start, [*overrides, *_own_overrides(place, middle, origin)], ["--stop-after", str(last)])
     with _held(place.folder):
-        if (code := _launched(launch, place, "first", (steps, 2 * steps))) is not None:
+        if (code := _launched(launch, place, "first", (middle, last))) is not None:
             return code
-        place.straight(2 * steps).parent.mkdir()
-        place.saved(2 * steps).rename(place.straight(2 * steps))
-        if (code := _launched(launch, place, "second", (2 * steps,))) is not None:
+        place.straight(last).parent.mkdir()
+        place.saved(last).rename(place.straight(last))
+        if (code := _launched(launch, place, "second", (last,))) is not None:
             return code
-        equal = _compared(place, steps)
+        equal = _compared(place, middle, last)
     if not equal:
         print(f"kept for a closer look: {place.folder}")
         return EXIT_FAILED
+    for line in covered(plan.timeline, middle, last):
+        print(line)
     shutil.rmtree(place.folder)
     return EXIT_FINISHED
+
+
+def covered(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
+    """Which steps were proven after a resume at `middle`, and what of the run was not."""
+    here, elsewhere = [], []
+    for segment in timeline.segments:
+        several = sum(other.phase == segment.phase for other in timeline.segments) > 1
+        name = segment.phase + (f" ({segment.tokens_per_step:,} tokens a step)" if several else "")
+        if segment.first_step < last and segment.end_step > middle:
+            here.append(name)
+        else:
+            elsewhere.append(f"{name} from step {segment.first_step:,}")
+    steps = f"through steps {middle + 1:,} to {last:,}"
+    yield f"proved     a resume after step {middle:,}, {steps}: {', '.join(here)}"
+    if elsewhere:
+        yield (
+            f"not proved {', '.join(elsewhere)}; --from STEP begins at a checkpoint of the run: with one "
+            "from K steps before a change, the resume stands right on it"
+        )
 
 
 def first_difference(
@@ -128,25 +157,26 @@ def report(
     yield from different
 
 
-def _check_steps(plan: Plan, steps: int) -> None:
+def _check_steps(plan: Plan, steps: int, begin: int | None) -> None:
     if steps < 1:
         raise InputError(f"--steps {steps}: give 1 or more")
-    if plan.last_step < 2 * steps:
+    if plan.last_step < (begin or 0) + 2 * steps:
+        after = "" if begin is None else f" after step {begin:,}"
         raise InputError(
             f"{plan.run_path}: schedule.length is {plan.last_step:,} steps, and the proof trains "
-            f"{2 * steps:,} (twice --steps {steps}); take fewer steps, or a longer schedule"
+            f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
         )
 
 
-def _own_overrides(place: Place, steps: int) -> list[str]:
-    """Nothing that bears on the numbers: where the run lies, when it saves, and who is told."""
+def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
+    """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
     return [
         f"out={place.out}",
-        f"checkpoint.every={steps} steps",
+        f"checkpoint.every={middle} steps",  # the next multiple lies at or behind the last step, saved anyway
         f"checkpoint.keep={_KEEP_ALL}",
         "checkpoint.local=none",
         "checkpoint.ship_to=none",
-        "resume_from=none",
+        f"resume_from={origin or 'none'}",
         "monitor.wandb=off",
     ]
 
@@ -195,17 +225,16 @@ def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequen
     return code or EXIT_FAILED
 
 
-def _compared(place: Place, steps: int) -> bool:
+def _compared(place: Place, middle: int, last: int) -> bool:
     """Compare what both launches made of the second half, and say what was found."""
     from ds_pretrain.checkpoint.diff import difference_lines, differences
 
-    last = 2 * steps
     straight, resumed = _steps_by_attempt(read_metrics(place.out / "metrics.jsonl"))
-    half = range(steps + 1, last + 1)
+    half = range(middle + 1, last + 1)
     different_step = first_difference(straight, resumed, half)
     if (begun := min(resumed, default=0)) != half.start:
         different_step = (
-            f"the second launch went on after step {begun - 1:,}, expected {steps:,}; see above why"
+            f"the second launch went on after step {begun - 1:,}, expected {middle:,}; see above why"
         )
     found = differences(place.straight(last), place.saved(last))
     lines = [] if found.same_state else list(difference_lines(found))

@@ -17,10 +17,12 @@ from ds_pretrain.checkpoint import store
 from ds_pretrain.cli import main
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import InputError, Preempted
+from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
-from ds_pretrain.verify_resume import Place, first_difference, verify_resume
+from ds_pretrain.timeline import Segment, Timeline
+from ds_pretrain.verify_resume import Place, covered, first_difference, verify_resume
 from ds_pretrain.world import World
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run
@@ -54,7 +56,10 @@ def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> 
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "bitwise equal: 75 tensors, 2 steps, 6 random streams on 2 ranks"
+    assert done.stdout.splitlines()[-2:] == [
+        "bitwise equal: 75 tensors, 2 steps, 6 random streams on 2 ranks",
+        "proved     a resume after step 2, through steps 3 to 4: main",
+    ]
     assert "resumed " in done.stdout
     assert f"{tmp_path}/nvme" not in done.stdout
     assert not (tmp_path / "nvme").exists()
@@ -88,6 +93,59 @@ def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequenc
         except Preempted as error:
             return error.exit_code
     return 0
+
+
+LONG = """
+[[phases]]
+name = "long"
+start = "6 steps"
+seq_len = 32
+micro_sequences = 1
+mixture = { text = 1.0 }
+rope = { theta = 5e4 }
+"""
+
+
+def test_from_a_checkpoint_of_the_run_a_resume_on_a_change_of_phase_is_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_run(tmp_path, save_every="4 steps")
+    run_file.write_text(run_file.read_text().replace("[validation]", f"{LONG}[validation]"))
+    run_ranks(_train, 2, str(run_file), (), ("--stop-after", "5"), None)
+    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    resumed: list[str] = []
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        codes = run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)
+        out = tmp_path / "out.verify-resume" / "run"
+        events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"]
+        resumed.append(f"{events[-1]['checkpoint']}: {events[-1]['probe']}")
+        return int(codes[0])
+
+    assert verify_resume(str(run_file), (), K, start, begin=4) == 0
+    assert [line.partition(": ")[0] for line in resumed] == ["step_000000004", "step_000000006"]
+    assert all("is what it was" in line for line in resumed)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-3].startswith("bitwise equal: 75 tensors, 2 steps, ")
+    assert said[-2] == "proved     a resume after step 6, through steps 7 to 8: long"
+    assert said[-1].startswith("not proved main from step 0; --from STEP begins at a checkpoint of the run")
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == kept
+    with pytest.raises(InputError, match="has no checkpoint of step 3; it has: 5, 4"):
+        verify_resume(str(run_file), (), K, start, begin=3)
+    with pytest.raises(InputError, match="is 12 steps, and the proof trains 10 after step 4"):
+        verify_resume(str(run_file), (), 5, start, begin=4)
+
+
+def test_what_was_proven_is_told_by_phase_and_batch() -> None:
+    segments = (("main", 0, 4, 64), ("main", 4, 8, 128), ("long", 8, 12, 128))
+    timeline = Timeline(tuple(Segment(p, a, b, 16, t // 16, 0, 0, 0) for p, a, b, t in segments))
+    assert list(covered(timeline, 3, 6)) == [
+        "proved     a resume after step 3, through steps 4 to 6: main (64 tokens a step), main (128 tokens a "
+        "step)",
+        "not proved long from step 8; --from STEP begins at a checkpoint of the run: with one from K steps "
+        "before a change, the resume stands right on it",
+    ]
+    assert next(covered(timeline, 4, 8)).endswith("steps 5 to 8: main (128 tokens a step)")
 
 
 def nothing(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
@@ -214,6 +272,8 @@ def test_a_run_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "schedule.length is 12 steps, and the proof trains 14 (twice --steps 7)" in capsys.readouterr().err
     assert main(["verify-resume", run_file, "--ranks", "1", "--steps", "0"]) == 2
     assert "--steps 0: give 1 or more" in capsys.readouterr().err
+    assert main(["verify-resume", run_file, "--ranks", "1", "--from", "4"]) == 2
+    assert "has no checkpoint of step 4; it has: none" in capsys.readouterr().err
     assert not (tmp_path / "out.verify-resume").exists()
 
 
