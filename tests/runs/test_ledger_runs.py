@@ -103,6 +103,10 @@ def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_anot
     assert ended.code == 0, ended.said
     assert [r.response for r in ended.final.rollbacks] == ["skip", "skip"]
     assert ended.trained[0][0] < first.to_step + 1
+    skip = read_cure(tmp_path / "out").ledger.skips[0]  # known before the restart: the data is told again
+    assert (
+        f"skipped    {skip.stop - skip.start} samples of main; with these left out the data of" in ended.said
+    )
     (start, stop), (start_2, stop_2) = _require_exact(run_file)
     assert start_2 < start < stop < stop_2
     window = range(start // BATCH + 1, stop // BATCH + 1)  # the steps that had read it
