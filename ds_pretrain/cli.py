@@ -249,7 +249,7 @@ def _add_verify_resume(commands: Commands) -> None:
         dest="begin",
         metavar="STEP",
         help="begin at the run's checkpoint of that step, to prove a resume in another phase or batch, or "
-        "right on a change, K steps later (default: the run's first steps, which prove its first phase alone)",
+        "right on a change, K steps later (default: its first steps, which prove its first phase only)",
     )
     parser.set_defaults(call=verify_resume_command)
 
