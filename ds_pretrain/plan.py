@@ -25,6 +25,7 @@ from ds_pretrain.run_problems import (
     curriculum_problems,
     decay_steps,
     first_steps,
+    layout,
     listed,
     micro_sequences,
     schedule_problems,
@@ -33,11 +34,9 @@ from ds_pretrain.schedules import Cosine, Schedule, Wsd, rule_factor
 from ds_pretrain.spans import Multiples, multiples
 from ds_pretrain.timeline import (
     Segment,
-    Stage,
     Timeline,
     accumulation,
     make_timeline,
-    parse_duration,
     worlds_that_divide,
 )
 
@@ -211,10 +210,8 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
-    try:
-        timeline = _timeline(run)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
+    stages, sizes, _ = layout(run)
+    timeline = make_timeline(stages, sizes, run.schedule.length)
     sequences = run.batch.tokens // run.phases[0].seq_len
     problems += check_deepspeed(
         deepspeed,
@@ -263,12 +260,6 @@ def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) ->
     if isinstance(section, CosineSection):
         return Cosine(section.peak, length, warmup, section.floor)
     return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
-
-
-def _timeline(run: Run) -> Timeline:
-    stages = [Stage(phase.name, phase.seq_len, phase.start) for phase in run.phases]
-    ramp = run.batch.ramp or ((parse_duration("0 steps"), run.batch.tokens),)
-    return make_timeline(stages, ramp, run.schedule.length)
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
