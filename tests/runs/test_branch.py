@@ -131,6 +131,43 @@ def test_a_branch_into_longer_sequences_and_another_source_is_the_run_that_had_t
     assert {record["phase"] for record in trace(parent / "longer")} == {"long"}
 
 
+FAR = """
+[[phases]]
+name = "far"
+start = "8 steps"
+seq_len = 128
+micro_sequences = 1
+mixture = { far_text = 0.5, far_code = 0.5 }
+rope = { theta = 5e4 }
+"""
+
+
+def test_sequences_longer_than_the_chunks_that_were_read_take_a_source_of_another_name(
+    parent: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same files under another name, one of them as a view of its long documents."""
+    run_file = write_run(parent, "far", FAR, length='"12 steps"', decay='"4 steps"')
+    view = f'far_code = {{ path = "{parent}/code", min_document_tokens = 40 }}'
+    text = run_file.read_text().replace("[[phases]]", f'far_text = "{parent}/text"\n{view}\n[[phases]]', 1)
+    command = ["branch", str(parent / "out"), "--at", "8", str(run_file)]
+    run_file.write_text(text.replace("far_text = 0.5", "text = 0.5"))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert (
+        "sources.text.chunk_tokens = 64 and phases.far.seq_len = 128: sources.text is read in chunks of 64 "
+        "tokens (its phases take main 16, far 128), which sequences of every phase must divide; choose "
+        "lengths that divide one another, or give the phase a source of another name with the same path"
+    ) in capsys.readouterr().err
+    run_file.write_text(text)
+    assert main(command) == 0
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert ended.code == EXIT_FINISHED, ended.stderr
+    assert [record["tokens"] for record in trace(parent / "far")] == [128 * step for step in range(9, 13)]
+    assert {record["phase"] for record in trace(parent / "far")} == {"far"}
+    assert main(["audit", str(parent / "far"), "--all"]) == 0
+    assert "4 of 4 steps read again from the data" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "local"), [("alone", None), ("alone_local", "fast"), ("both_local", "fast")]
 )
