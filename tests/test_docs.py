@@ -15,7 +15,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> set[str]:
     keys = set()
     for attribute, field in section.model_fields.items():
         name = field.alias or attribute
-        nested = [m for m in section_models(field.annotation) if m is not SourceSection]
+        nested = [m for m in section_models(field.annotation) if "path" not in m.model_fields]
         keys |= {key for m in nested for key in _keys(m, f"{name}.")} if nested else {f"{prefix}{name}"}
     return keys
 
@@ -26,6 +26,8 @@ def test_the_run_file_page_lists_exactly_the_keys_that_the_run_file_has() -> Non
     documented = {"sources" if key == "sources.NAME" else key for key in documented}
 
     assert documented == _keys(Run)
+    of_sources = set(re.findall(r"^\| `(\w+)` of a source \|", page, re.MULTILINE))
+    assert of_sources == set(SourceSection.model_fields)
 
 
 def test_every_file_that_the_documentation_links_to_exists() -> None:
