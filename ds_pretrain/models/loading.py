@@ -125,7 +125,8 @@ def _untied(names: dict[str, list[str]], base: Base) -> Iterator[str]:
                 safe_open(base.tensors[first].file, "pt") as one,
                 safe_open(base.tensors[other].file, "pt") as two,
             ):
-                if not one.get_tensor(first).equal(two.get_tensor(other)):
+                # NaN is no other value than NaN here; that it is none at all is told when it is read
+                if not one.get_tensor(first).nan_to_num().equal(two.get_tensor(other).nan_to_num()):
                     yield (
                         f"model.from: {base.folder} has {first} and {other} with different values, and its "
                         'config ties them; set "tie_word_embeddings" to false there'

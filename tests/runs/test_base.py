@@ -218,6 +218,17 @@ def test_weights_that_do_not_fit_are_named_before_anything_is_made(
     assert "and lm_head.weight with different values, and its config ties them" in ended.stderr
 
 
+def test_a_tied_head_that_is_sick_like_its_embedding_is_told_as_sick(tmp_path: Path) -> None:
+    make_base(tmp_path / "base", "qwen3")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][3, 3] = float("nan")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    [ended] = run_ranks(start, 1, str(make_run_from(tmp_path, tmp_path / "base")))
+    assert ended.code == EXIT_BAD_INPUT
+    assert "model.embed_tokens.weight has 1 of 8,224 values that are NaN or infinite" in ended.stderr
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_values_that_are_no_numbers_are_refused_on_every_rank_with_their_tensors(
     tmp_path: Path, stage: int
