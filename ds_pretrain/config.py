@@ -114,12 +114,17 @@ class BatchSection(Section):
     rate_rule: RateRule = "none"  # the rate at a smaller batch than `tokens`
 
 
-class SourceSection(Section):
+class HeldOutSection(Section):
     """A `.bin`/`.idx` pair, named by their common prefix, or a view of its longer or shorter documents."""
 
     path: Annotated[str, AfterValidator(source_prefix)]
     min_document_tokens: Count | None = None  # documents with fewer are left out
     max_document_tokens: Count | None = None  # and those with more
+
+
+class SourceSection(HeldOutSection):
+    """What is trained on, in the order of its phases."""
+
     max_epochs: Positive | None = None  # over the whole run; more is an error at the start
     chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
 
@@ -129,6 +134,7 @@ def _source(value: Any) -> Any:
 
 
 Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
+HeldOut = Annotated[dict[Name, Annotated[HeldOutSection, BeforeValidator(_source)]], Field(min_length=1)]
 
 
 class RopeSection(Section):
@@ -161,7 +167,7 @@ class ValidationSection(Section):
     """Fixed batches, the same at every validation."""
 
     every: Length
-    sources: Sources
+    sources: HeldOut
     tokens: BatchTokens  # of each source
     retrieval: bool = False  # also hide keys in its text, and ask for them
 

@@ -69,7 +69,9 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
 
 def _digest(plan: Plan, inputs: Inputs) -> str:
     """What this rank has read: equal only if it would train the same run."""
-    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(inputs.data))
+    data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
+    base = "" if plan.base is None else plan.base.fingerprint
+    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data), base)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 

@@ -3,7 +3,7 @@
 Identities are those of `Plan.identity`: plain types, with phases, batches and schedule in steps.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ds_pretrain.quotas import block_quotas
@@ -25,35 +25,41 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str =
     return changes
 
 
-def past_changes(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> Changes:
-    """Those of the changes that the first `step` steps would have met. None: all are."""
+def past_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], step: int | None, begun: Collection[str] = ()
+) -> Changes:
+    """Those of the changes that the first `step` steps would have met. None: all are.
+
+    Phases that have `begun` count as met, also where the run was taken back to their first step: which of
+    their samples are skipped was decided by what they read then.
+    """
     changes = changed_fields(old, new)
     if step is None:
         return changes
-    return {path: pair for path, pair in changes.items() if _touches(path, old, new, step)}
+    return {path: pair for path, pair in changes.items() if _touches(path, old, new, step, begun)}
 
 
-def _touches(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:
+def _touches(
+    path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int, begun: Collection[str]
+) -> bool:
     section, _, rest = path.partition(".")
     if section == "schedule":
         return rest in _altering(old[section], new[section], step)
     if section == "batch":
         return _met_batches(old[section], step) != _met_batches(new[section], step)
-    if section == "chunk_tokens":
+    if section in ("chunk_tokens", "sources"):
         return any(
-            rest in phase["mixture"] and phase["first_step"] < step for phase in old["phases"].values()
-        )
-    if section == "sources":
-        return any(
-            rest in phase["mixture"] and phase["first_step"] < step
-            for identity in (old, new)
-            for phase in identity["phases"].values()
+            rest in phase["mixture"] and (phase["first_step"] < step or name in begun)
+            for identity in ((old,) if section == "chunk_tokens" else (old, new))
+            for name, phase in identity["phases"].items()
         )
     if section == "phases":
         names = {*old[section], *new[section]}  # which may hold dots
         name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len)
         phases = [identity[section][name] for identity in (old, new) if name in identity.get(section, {})]
         is_past = bool(min(phase["first_step"] for phase in phases) < step)
+        if name in begun and not is_past:
+            return not rest.startswith(f"{name}.rope")  # which no draw depends on
         return is_past and not (rest.startswith(f"{name}.mixture.") and _draw_alike(phases))
     return True
 

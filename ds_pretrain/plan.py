@@ -5,7 +5,7 @@ it: the timeline and the schedule. Building one reads three files and nothing el
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,6 @@ from ds_pretrain.timeline import (
     make_timeline,
     worlds_that_divide,
 )
-
-# What fixes a run's trajectory. Another value in the same run directory is another run.
-_IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
-# What the numbers of an identity count.
-_UNITS = {
-    **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
-    "batch.tokens": "tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -132,40 +124,6 @@ class Plan:
         every = self.run.checkpoint.keep_every
         return None if every is None else multiples(every, self.timeline)
 
-    def identity(self, data: Mapping[str, str]) -> dict[str, Any]:
-        """What must not differ between two starts of one run, as plain types.
-
-        `data` describes the content of each source: a corpus may move, and may not change.
-        """
-        fields = self.run.model_dump(mode="json")
-        identity = {key: fields[key] for key in _IDENTITY}
-        identity["schedule"] = {"kind": self.run.schedule.kind, **asdict(self.schedule)}  # in steps
-        identity["batch"] = self._batches()  # how a rank takes its share may change
-        identity["chunk_tokens"] = self.chunk_tokens
-        identity["phases"] = {phase.name: self.phase_identity(phase.name) for phase in self.run.phases}
-        identity["sources"] = dict(data)
-        identity["deepspeed"] = _trajectory_of(self.deepspeed)
-        identity["model"]["config"] = dict(self.model)  # the content, wherever the file lies
-        identity["model"]["from"] = None if self.base is None else self.base.fingerprint
-        return identity
-
-    def _batches(self) -> dict[str, Any]:
-        batch: dict[str, Any] = {"tokens": self.run.batch.tokens}
-        if self.run.batch.ramp is not None:
-            segments = self.timeline.segments
-            sizes = [[s.first_step, s.tokens_per_step] for s in segments]
-            batch["ramp"] = [
-                one for one, before in zip(sizes, [[0, 0], *sizes], strict=False) if one[1] != before[1]
-            ]
-            batch["rate_rule"] = self.run.batch.rate_rule
-        return batch
-
-    def phase_identity(self, name: str) -> dict[str, Any]:
-        """What fixes the trajectory through a phase, as plain types."""
-        [phase] = [phase for phase in self.run.phases if phase.name == name]
-        kept = phase.model_dump(mode="json", include={"seq_len", "mixture", "rope"})
-        return {"first_step": self.timeline.phase_start(name), **kept}
-
     def may_change(self, path: str) -> bool:
         """True if a start may give the field another value on purpose."""
         return covers(CHANGEABLE, path)
@@ -183,30 +141,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     run_text = read_text(path, "run file")
     run = parse_run(run_text, overrides, str(path))
-    problems: list[str] = []
-    texts: dict[str, str] = {}
-    for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
-        try:
-            texts[key] = read_text(file, f"{path}: {key}")
-        except InputError as error:
-            problems += error.problems
-    deepspeed: dict[str, Any] = {}
-    model: dict[str, Any] = {}
-    try:
-        deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed) if "deepspeed" in texts else {}
-    except InputError as error:
-        problems += error.problems
-    try:
-        model = parse_json(texts["model.config"], run.model.config) if "model.config" in texts else {}
-    except InputError as error:
-        problems += error.problems
-    base = None
-    try:
-        if run.model.base is not None:
-            base = read_base(Path(run.model.base), f"{path}: model.from")
-            problems += _other_config(run, model, str(path))
-    except InputError as error:
-        problems += error.problems
+    texts, deepspeed, model, base, problems = _read_named(run, str(path))
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
@@ -238,6 +173,34 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         schedule=resolve_schedule(run.schedule, timeline),
         base=base,
     )
+
+
+def _read_named(
+    run: Run, path: str
+) -> tuple[dict[str, str], dict[str, Any], dict[str, Any], Base | None, list[str]]:
+    """The files that a run file names: texts, DeepSpeed JSON, model config, base; what is wrong with them."""
+    texts: dict[str, str] = {}
+    deepspeed: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    problems: list[str] = []
+    base = None
+    try:
+        texts["deepspeed"] = read_text(run.deepspeed, f"{path}: deepspeed")
+        deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed)
+    except InputError as error:
+        problems += error.problems
+    try:
+        texts["model.config"] = read_text(run.model.config, f"{path}: model.config")
+        model = parse_json(texts["model.config"], run.model.config)
+    except InputError as error:
+        problems += error.problems
+    try:
+        if run.model.base is not None:
+            base = read_base(Path(run.model.base), f"{path}: model.from")
+            problems += _other_config(run, model, path)
+    except InputError as error:
+        problems += error.problems
+    return texts, deepspeed, model, base, problems
 
 
 def _other_config(run: Run, model: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -298,30 +261,6 @@ def _where(plan: Plan, segments: Sequence[Segment]) -> str:
     return f"{' and '.join(steps)}: "
 
 
-def with_unit(path: str, value: Any) -> str:
-    """A value of `Plan.identity` as a person reads it: `200 steps`, not `200`."""
-    if value is None:
-        return "not there"
-    unit = "steps" if path.endswith(".first_step") else _UNITS.get(path)
-    if unit is None or not isinstance(value, int) or isinstance(value, bool):
-        return shown(value)
-    return f"{value:,} {unit[:-1] if value == 1 else unit}"
-
-
 def _way_out(sequences: int, micro: int) -> str:
     worlds = worlds_that_divide(sequences, micro)
     return f"world sizes that do: {listed(worlds)} (or another batch.micro_sequences)"
-
-
-def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the DeepSpeed JSON fixes where the weights go, apart from how it is computed.
-
-    A load brings the saved options of the optimizer back: another value would be ignored in silence.
-    """
-    optimizer = deepspeed.get("optimizer", {})
-    how = ("torch_adam", "fused")
-    params = {key: value for key, value in optimizer.get("params", {}).items() if key not in how}
-    return {
-        "optimizer": {"type": optimizer.get("type"), "params": params},
-        "gradient_clipping": deepspeed.get("gradient_clipping"),
-    }

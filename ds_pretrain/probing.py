@@ -17,6 +17,7 @@ from ds_pretrain.data.feed import Batch, Feed, MicroBatch
 from ds_pretrain.deepspeed_json import uses_bf16
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import InputError, agreed
+from ds_pretrain.identity import identity_of
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.models.rope_settings import with_rope
 from ds_pretrain.plan import Plan
@@ -54,11 +55,15 @@ def check_probe(
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
-    before, now = (_model_at(identity, saved.step) for identity in (manifest.identity, plan.identity({})))
+    before, now = (_model_at(identity, saved.step) for identity in (manifest.identity, identity_of(plan, {})))
     if before is not None and before != now:
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
             f"{plan.phase_at(saved.step).name}, whose rotary positions are others now"
+        )
+    if plan.timeline.at(saved.step).sequences // saved.num_ranks < saved.micro_sequences:
+        return (
+            f"its loss cannot be compared: it is of step {saved.step + 1:,}, which reads fewer sequences now"
         )
     there = RunState(saved.step, state.ledger)
     batches, checksum = feed.first_micro_batches(there, saved.num_ranks, saved.micro_sequences)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_pretrain.chunk_rule import changed_chunks
+from ds_pretrain.cure import read_cure
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
+from ds_pretrain.identity import identity_of, with_unit
 from ds_pretrain.past import changed_fields, past_changes
-from ds_pretrain.plan import Plan, with_unit
+from ds_pretrain.plan import Plan
 from ds_pretrain.rank_files import save_file, stop_file
 
 _FILE = "run.json"
@@ -130,7 +132,8 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
             "give it an `out` of its own"
         ]
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
-    changes = past_changes(record.identity, json.loads(json.dumps(plan.identity(data))), record.saved_step)
+    begun = {skip.phase for skip in read_cure(plan.out).ledger.skips}
+    changes = past_changes(record.identity, identity_of(plan, data), record.saved_step, begun)
     chunks = {path: pair for path, pair in changes.items() if path.startswith("chunk_tokens.")}
     is_of_length = any(path.endswith(".seq_len") for path in changes)  # then that is what has changed
     old_chunks, new_chunks = (
@@ -227,7 +230,7 @@ def claim(
     problems = directory_problems(plan, data, None if known is None else known.step)
     if problems:
         raise InputError(problems)
-    identity = json.loads(json.dumps(plan.identity(data)))
+    identity = identity_of(plan, data)
     before = read_record(plan.out)
     if before is not None and known is not None and known.wandb_id not in (None, before.wandb_id):
         raise InputError(

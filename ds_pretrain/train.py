@@ -41,6 +41,7 @@ from ds_pretrain.errors import (
 )
 from ds_pretrain.evaluation import evaluate
 from ds_pretrain.healing import Watchdog
+from ds_pretrain.identity import with_unit
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
@@ -52,7 +53,7 @@ from ds_pretrain.opening import (
     prepare_inputs,
     validation_sets,
 )
-from ds_pretrain.plan import Plan, load_plan, with_unit
+from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.probing import check_probe, probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.run_directory import KnownRun, RunLock, RunRecord, claim

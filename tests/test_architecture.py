@@ -26,7 +26,7 @@ LAYERS: dict[str, int] = {
         [
             "errors files reading world rank_files credentials",
             "attribution chunk_rule config fields curves judged complaints paths timeline schedules state "
-            "record plan spans rate_plot run_problems past quotas interval shares response watchdog "
+            "record plan identity spans rate_plot run_problems past quotas interval shares response watchdog "
             "watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_start engine_load partitions run_directory stop "
@@ -40,6 +40,7 @@ LAYERS: dict[str, int] = {
     for name in names.split()
 }
 SEES_SIBLING = {
+    ("run_directory", "cure"),
     ("opening", "preflight"),
     ("opening", "rehearsal"),
     ("rehearsal", "curriculum"),

@@ -1,6 +1,5 @@
 """What the `branch` command makes, what it refuses, and what is told of a branch afterwards."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
 from ds_pretrain.checkpoint.synced import copied_beside
 from ds_pretrain.cli import main
 from ds_pretrain.files import checksum
+from ds_pretrain.identity import identity_of
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.record import Probe
@@ -39,7 +39,7 @@ def make_parent(folder: Path, steps: tuple[int, ...] = (4, 8, 11)) -> Path:
     """A run of 12 steps that decays from 9 on, with checkpoints as far as a branch looks at them."""
     run_file = make_run(folder)
     plan = load_plan(run_file)
-    identity = json.loads(json.dumps(plan.identity(open_inputs(plan).data)))
+    identity = identity_of(plan, open_inputs(plan).data)
     for step in steps:
         save(folder / "out" / "checkpoints" / step_name(step), step, identity)
     return folder / "out"

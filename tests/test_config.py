@@ -125,6 +125,14 @@ def test_an_override_reaches_into_a_source_that_is_a_path_and_a_path_keeps_what_
 VALIDATION = ["validation.every=5 steps", "validation.tokens=64", "validation.sources.held_out=data/held_out"]
 
 
+def test_held_out_text_has_no_epochs_and_no_order_that_could_be_set() -> None:
+    problems = problems_of(MINIMAL, *VALIDATION, "validation.sources.held_out.max_epochs=2")
+    assert [problem.partition(";")[0] for problem in problems] == [
+        "override of validation.sources.held_out.max_epochs: unknown key "
+        "`validation.sources.held_out.max_epochs`"
+    ]
+
+
 def test_what_an_override_made_wrong_names_it_and_what_was_wrong_before_names_the_file() -> None:
     wrong = MINIMAL.replace("seed", "sede") if "seed" in MINIMAL else f"sede = 3\n{MINIMAL}"
     problems = problems_of(wrong, "seed=1", "seed=-1", "sources.code.max_epochs=2", "phases.0.seq_len=none")

@@ -125,3 +125,31 @@ def test_a_source_is_of_the_past_once_a_phase_has_drawn_from_it() -> None:
     changed = {**new, "sources": {"web": "x"}}
     assert past_changes(old, changed, 1) == {"sources.web": ("a", "x")}
     assert "sources.math" in past_changes(old, new, 801)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "is_bound"),
+    [
+        ("phases.long.mixture", {"web": 0.5, "math": 0.5}, True),
+        ("phases.long.seq_len", 128, True),
+        ("phases.long.first_step", 700, True),
+        ("phases.long.rope", {"theta": 5e5}, False),
+        ("phases.anneal", ANNEAL, False),
+        ("schedule.length", 1200, False),
+    ],
+)
+def test_of_a_phase_that_data_is_skipped_of_the_draws_are_fixed_also_before_its_first_step(
+    path: str, value: Any, is_bound: bool
+) -> None:
+    assert not past_changes(OLD, _changed(path, value), 600)
+    assert bool(past_changes(OLD, _changed(path, value), 600, {"long"})) == is_bound
+
+
+def test_sources_and_chunks_of_a_phase_that_data_is_skipped_of_are_fixed() -> None:
+    """Of a source that no step before it has read."""
+    mixtures = {"main": {"math": 1.0}, "long": {"web": 1.0}}
+    phases = {name: {**phase, "mixture": mixtures[name]} for name, phase in OLD["phases"].items()}
+    for section, values in (("sources", ("a", "b")), ("chunk_tokens", (64, 128))):
+        old, new = ({**OLD, "phases": phases, section: {"web": value}} for value in values)
+        assert not past_changes(old, new, 600)
+        assert list(past_changes(old, new, 600, {"long"})) == [f"{section}.web"]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ds_pretrain.errors import InputError
+from ds_pretrain.identity import identity_of, with_unit
 from ds_pretrain.past import changed_fields
-from ds_pretrain.plan import Plan, check_world, load_plan, with_unit
+from ds_pretrain.plan import Plan, check_world, load_plan
 from ds_pretrain.schedules import Cosine, Wsd
 from ds_pretrain.timeline import accumulation
 from tests.scenario import deepspeed_json, make_run
@@ -137,8 +138,8 @@ def test_files_that_are_missing_or_broken_are_all_reported_at_once(tmp_path: Pat
     (tmp_path / "model.json").unlink()
     problems = problems_of(run_file, "phases.0.mixture={}")
     assert len(problems) == 3
-    assert f"{run_file}: model.config: cannot read {tmp_path / 'model.json'}" in problems[0]
-    assert f"{tmp_path / 'deepspeed.json'} is not valid JSON" in problems[1]
+    assert f"{tmp_path / 'deepspeed.json'} is not valid JSON" in problems[0]
+    assert f"{run_file}: model.config: cannot read {tmp_path / 'model.json'}" in problems[1]
     assert "mixture is empty" in problems[2]
     (tmp_path / "model.json").write_text("[]")
     assert f"{tmp_path / 'model.json'} must hold one JSON object, found a list" in problems_of(run_file)
@@ -254,7 +255,7 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
 
 def identity_changes(folder: Path, *overrides: str) -> set[str]:
     def identity(plan: Plan) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(json.dumps(plan.identity({})))
+        value: dict[str, Any] = identity_of(plan, {})
         return value
 
     run_file = make_run(folder)

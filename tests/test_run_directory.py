@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_pretrain.cure import write_cure
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
@@ -19,6 +20,7 @@ from ds_pretrain.run_directory import (
     note_saved,
     read_record,
 )
+from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from tests.scenario import deepspeed_json, make_run, write_corpus
 
 
@@ -230,6 +232,24 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
     assert "`schedule.length` is 30 steps" in refusal(
         run_file, *longer, "schedule.length=30 steps", found_step=18
     )
+
+
+def test_a_phase_that_a_rollback_left_and_skips_of_may_not_change_what_it_draws(tmp_path: Path) -> None:
+    """It begins at the checkpoint that was gone back to, and the run died before it saved again."""
+    run_file = make_run(tmp_path)
+    text = run_file.read_text().replace("[validation]", AHEAD)
+    run_file.write_text(text)
+    start(run_file)
+    note_saved(tmp_path / "out", 8)
+    rollback = Rollback(8, 11, 10, "lasting_spike", "skip", 1)
+    ledger = SkipLedger((Skip("long", 8, 24, "lasting_spike", 11, 1),))
+    write_cure(tmp_path / "out", RunState(8, ledger, rollbacks=(rollback,)))
+    run_file.write_text(text.replace("text = 1.0", "text = 0.5, code = 0.5"))
+    assert "`phases.long.mixture.text` is 0.5, but the run in" in refusal(run_file, found_step=8)
+    run_file.write_text(text.replace("name = 'long'", "name = 'raised'"))
+    assert "`phases.long` is no longer there" in refusal(run_file, found_step=8)
+    run_file.write_text(text + "[watchdog]\npatience = 40\n")
+    start(run_file, found_step=8)
 
 
 def test_a_phase_that_is_past_and_gone_or_new_is_told_so(tmp_path: Path) -> None:

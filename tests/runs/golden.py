@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ds_pretrain import opening
 from ds_pretrain import train as train_module
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import ZeroEngine
+from ds_pretrain.errors import Preempted
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.run_directory import RunLock
@@ -30,9 +32,15 @@ _TIMES = {
 
 
 def run_rank(
-    world: World, run_file: str, kill_after: int | None = None, overrides: tuple[str, ...] = ()
+    world: World,
+    run_file: str,
+    kill_after: int | None = None,
+    overrides: tuple[str, ...] = (),
+    stop_after: int | None = None,
 ) -> Any:
     """Train; with `kill_after`, this process is SIGKILLed once that step is recorded.
+
+    With `stop_after` it ends saved at that step, so that the next start begins exactly there.
 
     Returns the digest of the engine's fp32 masters and moments, and at each step the rates in its live groups
     and the samples that it read.
@@ -68,9 +76,15 @@ def run_rank(
     patch.setattr(Sampler, "ids", sampled)
     patch.setattr(opening, "Monitor", KillingMonitor)
     plan = load_plan(run_file, overrides)
-    with StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan))
+    ending = nullcontext() if stop_after is None else pytest.raises(Preempted)
+    with StopSignal(plan.out, world) as stop, ending:
+        train_module.train(plan, world, stop, RunLock(plan), train_module.Wish(stop_after))
     return engines[-1].digest(), rates, samples
+
+
+def run_until(world: World, run_file: str, step: int | None) -> Any:
+    """Train as `run_rank` does up to a step where it is saved, or to the end."""
+    return run_rank(world, run_file, None, (), step)
 
 
 def trace(out: Path) -> list[dict[str, Any]]:
@@ -83,3 +97,8 @@ def validations(out: Path) -> dict[int, Any]:
     """The losses of every validation, by step."""
     records = read_metrics(out / "metrics.jsonl")
     return {r["step"]: r["losses"] for r in records if r["event"] == "validation"}
+
+
+def resumed_at(out: Path) -> list[int]:
+    """The steps that starts went on from, in order."""
+    return [r["step"] for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"]

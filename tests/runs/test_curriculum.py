@@ -1,7 +1,6 @@
 """One run file of several phases: killed anywhere, it is the run that was never killed."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,47 @@ from ds_pretrain.cli import main
 from ds_pretrain.cure import read_cure
 from ds_pretrain.curriculum import model_text
 from ds_pretrain.models import rope_live
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.sample import trained_model
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
-from tests.runs.golden import run_rank, trace, validations
+from tests.runs.golden import resumed_at, run_rank, run_until, trace, validations
 from tests.runs.sick import Fault, make_sick_run, run_sick
 
-KILLS = (RAMP - 2, RAMP, LONG - 1, LONG, LONG + 2, ANNEAL, ANNEAL + 2)  # in each segment, on each boundary
+# Killed within each segment, where the start after it goes on from what was last saved before; and stopped on
+# each boundary, where it goes on exactly there.
+KILLED_AFTER = (RAMP - 2, LONG - 2, LONG + 2, ANNEAL + 2)
+BOUNDARIES = (RAMP, LONG, ANNEAL)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The uninterrupted run on two ranks: its folder and what its ranks say."""
-    folder = tmp_path_factory.mktemp("straight")
-    return folder, run_ranks(run_rank, 2, str(make_curriculum(folder)))
+    """The uninterrupted run on one and on two ranks: its folder and what the ranks say, by their number."""
+    folders = {world_size: tmp_path_factory.mktemp("straight") for world_size in (1, 2)}
+    return {
+        world_size: (folder, run_ranks(run_rank, world_size, str(make_curriculum(folder))))
+        for world_size, folder in folders.items()
+    }
 
 
-def test_killed_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_was_not(
-    straight: Any, tmp_path: Path
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ended_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_was_not(
+    straight: Any, world_size: int, tmp_path: Path
 ) -> None:
-    folder, whole = straight
+    folder, whole = straight[world_size]
     run_file = make_curriculum(tmp_path)
     read: dict[int, Any] = {}
-    for step in KILLS:
-        assert run_ranks(run_rank, 2, str(run_file), step, allow_kill=True) == [KILLED] * 2
-    ended = run_ranks(run_rank, 2, str(run_file))
+    for step in sorted((*KILLED_AFTER, *BOUNDARIES)):
+        if step in BOUNDARIES:
+            run_ranks(run_until, world_size, str(run_file), step)
+        else:
+            assert run_ranks(run_rank, world_size, str(run_file), step, allow_kill=True) == (
+                [KILLED] * world_size
+            )
+    ended = run_ranks(run_rank, world_size, str(run_file))
+    starts = resumed_at(tmp_path / "out")
+    assert set(BOUNDARIES) <= set(starts)
+    assert all(any(low <= step < low + 5 for step in starts) for low in (RAMP, LONG, ANNEAL))
     assert [digest for digest, _, _ in ended] == [digest for digest, _, _ in whole]
     assert trace(tmp_path / "out") == trace(folder / "out")
     assert validations(tmp_path / "out") == validations(folder / "out")
@@ -50,16 +63,16 @@ def test_killed_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_
 def test_on_one_rank_and_on_others_in_turn_it_reads_the_same_samples_at_the_same_rates(
     straight: Any, tmp_path: Path
 ) -> None:
-    folder, whole = straight
+    folder, whole = straight[2]
     run_file = make_curriculum(tmp_path)
     samples: dict[int, Any] = {}
     rates: dict[int, Any] = {}
-    for world_size, until in ((1, RAMP + 1), (2, LONG), (1, ANNEAL - 1), (2, ANNEAL + 1)):
-        run_ranks(run_rank, world_size, str(run_file), until, allow_kill=True)
-    for _, own_rates, own_samples in run_ranks(run_rank, 1, str(run_file)):
-        samples, rates = samples | own_samples, rates | own_rates
-    assert samples.items() <= whole[0][2].items()
-    assert rates.items() <= whole[0][1].items()
+    for world_size, until in ((1, RAMP), (2, LONG), (1, LONG + 2), (2, ANNEAL), (1, None)):
+        for _, own_rates, own_samples in run_ranks(run_until, world_size, str(run_file), until):
+            samples, rates = samples | own_samples, rates | own_rates
+    assert resumed_at(tmp_path / "out") == [RAMP, LONG, LONG + 2, ANNEAL]
+    assert samples == whole[0][2]
+    assert rates == whole[0][1]
     there, here = trace(folder / "out"), trace(tmp_path / "out")
     assert [record["step"] for record in here] == list(range(1, LAST + 1))
     for key in ("batch_checksum", "learning_rate", "tokens", "samples", "phase", "num_valid_tokens"):
@@ -70,7 +83,7 @@ def test_on_one_rank_and_on_others_in_turn_it_reads_the_same_samples_at_the_same
 
 
 def test_the_phases_are_what_the_run_file_says(straight: Any) -> None:
-    folder, _ = straight
+    folder, _ = straight[2]
     records = trace(folder / "out")
     assert [record["phase"] for record in records] == ["main"] * 8 + ["long"] * 5 + ["anneal"] * 5
     tokens = [record["tokens"] for record in records]
@@ -83,7 +96,7 @@ def test_the_phases_are_what_the_run_file_says(straight: Any) -> None:
 
 
 def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) -> None:
-    folder, _ = straight
+    folder, _ = straight[2]
     plan = load_plan(folder / "run.toml")
     last = folder / "out" / "checkpoints" / f"step_{LAST:09d}"
     saved = json.loads((last / "model.json").read_text())
@@ -95,16 +108,17 @@ def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) 
     assert model.config.rope_parameters["rope_theta"] == 8e4
 
 
-def test_documents_kept_apart_survive_a_kill_too(tmp_path: Path) -> None:
+def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
     runs = []
-    for name, kills in (("straight", ()), ("cut", (LONG - 1, LONG + 1))):
+    for name, stops in (("straight", ()), ("cut", (LONG, LONG + 2))):
         run_file = make_curriculum(tmp_path / name)
         run_file.write_text(run_file.read_text().replace("qk_norm", "mask_documents = true\nqk_norm"))
-        for step in kills:
-            assert run_ranks(run_rank, 2, str(run_file), step, allow_kill=True) == [KILLED] * 2
+        for step in stops:
+            run_ranks(run_until, 2, str(run_file), step)
         runs.append(
             ([d for d, _, _ in run_ranks(run_rank, 2, str(run_file))], trace(tmp_path / name / "out"))
         )
+    assert resumed_at(tmp_path / "cut" / "out") == [LONG, LONG + 2]
     assert runs[0] == runs[1]
     records = runs[0][1]
     assert records[-1]["num_valid_tokens"] < 2048  # a label across a boundary is none
@@ -123,20 +137,3 @@ def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind
     assert (skip.phase, skip.stop) == ("main", 24 * 8)
     assert [record["phase"] for record in trace(tmp_path / "out")] == ["main"] * 24 + ["long"] * 16
     assert main(["audit", str(tmp_path / "out"), "--all"]) == 0  # each sample once, and no token twice
-
-
-def test_positions_that_change_right_behind_a_checkpoint_are_no_fault_of_its_weights(tmp_path: Path) -> None:
-    """Its loss was computed with the positions that the next phase had then."""
-    run_file = make_curriculum(tmp_path)
-    assert run_ranks(run_rank, 1, str(run_file), LONG + 3, allow_kill=True) == [KILLED]
-    for step in range(LONG + 1, LAST):
-        shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step_{step:09d}", ignore_errors=True)
-    record = json.loads((tmp_path / "out" / "run.json").read_text())
-    (tmp_path / "out" / "run.json").write_text(json.dumps({**record, "saved_step": LONG}))
-    run_file.write_text(run_file.read_text().replace("theta = 8e4", "theta = 1e5"))
-    run_ranks(run_rank, 1, str(run_file))
-    [resumed] = [r for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if r["event"] == "resume"]
-    assert resumed["step"] == LONG
-    assert resumed["probe"] == (
-        "its loss cannot be compared: it is of step 9, in phase long, whose rotary positions are others now"
-    )

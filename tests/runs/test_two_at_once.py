@@ -137,16 +137,16 @@ def _start_on_its_own_disk(world: World, folder: str) -> Ended:
     return start(world, "run.toml")
 
 
-@pytest.mark.parametrize("which", ["text.idx", "text.bin"])
+@pytest.mark.parametrize("corpus", ["text", "held_out"])
 def test_p40_ranks_whose_hosts_hold_other_files_under_the_same_path_do_not_train(
-    tmp_path: Path, which: str
+    tmp_path: Path, corpus: str
 ) -> None:
     for rank in (0, 1):
         folder = tmp_path / f"host_{rank}"
         run_file = make_run(folder)
         text = run_file.read_text().replace(f'out = "{folder}/out"', f'out = "{tmp_path}/out"')
         run_file.write_text(text.replace(f"{folder}/", ""))
-    write_corpus(tmp_path / "host_1" / "text", 77, num_documents=119)
+    write_corpus(tmp_path / "host_1" / corpus, 77, num_documents=119)
     ranks = run_ranks(_start_on_its_own_disk, 2, str(tmp_path))
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
     assert "reads another run file, DeepSpeed JSON, model config or corpus" in ranks[0].stderr
