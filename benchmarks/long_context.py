@@ -48,6 +48,7 @@ from ds_pretrain.evaluation import evaluate
 from ds_pretrain.opening import open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.record import IGNORED
+from ds_pretrain.resuming import Wish
 from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
@@ -263,7 +264,7 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
         StopSignal(plan.out, world) as stop,
         suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan), train_module.Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
     source = open_source(run_file.parent / "validation")
     sets = [make_validation_set("held_out", source, seq_len, 1 << 17) for seq_len in (1024, SHORT)]
     seen, short = (evaluate(engines[0], [one], 4, world, retrieval=True) for one in sets)

@@ -12,15 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
-from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.triggers import due_by_count, ends_phase
-from ds_pretrain.checkpoint.verdict import Found
 from ds_pretrain.cure import note_told, read_cure
 from ds_pretrain.curriculum import skipped_lines
 from ds_pretrain.data.feed import Feed
@@ -41,7 +38,6 @@ from ds_pretrain.errors import (
 )
 from ds_pretrain.evaluation import evaluate
 from ds_pretrain.healing import Watchdog
-from ds_pretrain.identity import with_unit
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.opening import (
@@ -54,9 +50,10 @@ from ds_pretrain.opening import (
     validation_sets,
 )
 from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.probing import check_probe, probe_again
+from ds_pretrain.probing import probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
-from ds_pretrain.run_directory import KnownRun, RunLock, RunRecord, claim
+from ds_pretrain.resuming import NO_WISH, Wish, known_run, origin_of, refuse_step, resume, tell_changes
+from ds_pretrain.run_directory import RunLock, claim
 from ds_pretrain.run_places import label_place, open_places, require_shared_folder
 from ds_pretrain.saving import Saver
 from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
@@ -65,20 +62,10 @@ from ds_pretrain.stages import Stages
 from ds_pretrain.state import RunState
 from ds_pretrain.step import measure, take_step
 from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World, barrier, from_main
-
-Shared = TypeVar("Shared")
+from ds_pretrain.world import World, barrier, on_main
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the command line asks of one start, and no run file says."""
-
-    stop_after: int | None = None  # this step ends the start as a request to stop would
-    trust_pickle: bool = False  # open a checkpoint at `resume_from` that has no manifest
-
-
-def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish = Wish()) -> None:
+def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish = NO_WISH) -> None:
     """Train to the last step, surviving preemption: the run goes on where its newest checkpoint stands.
 
     Raises:
@@ -88,29 +75,26 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     """
     began, tell = perf_counter(), _tell(world)
     inputs = prepare_inputs(plan, world)
-    _shared(world, lock.take)
+    on_main(world, lock.take)
     require_shared_folder(plan.out, world)
     places = open_places(plan, world)
-    cure = _shared(world, lambda: read_cure(plan.out))
+    cure = on_main(world, lambda: read_cure(plan.out))
     if cure.untold is not None:
         raise agreed(NeedsPerson(f"{cure.untold}\n(the run died before it could end with this; it does now)"))
     is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
     own = store.find(places, world, tell, is_left)
-    found = own or _origin(plan, wish, world, tell)
-    _refuse_step(found, plan, wish)
-    origin = None if own is not None else _known(found)
-    record = _shared(world, lambda: claim(plan, inputs.data, _known(own), origin))
-    _shared(world, lambda: label_place(places, record))
+    found = own or origin_of(plan, wish, world, tell)
+    refuse_step(found, plan, wish)
+    origin = None if own is not None else known_run(found)
+    record = on_main(world, lambda: claim(plan, inputs.data, known_run(own), origin))
+    on_main(world, lambda: label_place(places, record))
     if own is not None and cure.rollbacks:
         store.leave(places, own.state.step, world, tell)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     shipping = Shipping(plan, places, world, tell)
     if found is not None and found.state.step == plan.last_step:
-        with shipping:
-            shipping.finish(SHIP_PATIENCE_SECONDS)
-        if world.is_main:
-            say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
+        _nothing_left(plan, shipping, world)
         return
     found = found and store.fitted(found, plan.deepspeed, places, world, tell)
     engine = open_run_engine(plan, world)
@@ -118,8 +102,8 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
         feed = stack.enter_context(open_feed(plan, inputs, world))
-        _tell_changes(record, monitor, tell)
-        state = cure.applied(_resume(found, engine, stages, feed, plan, monitor, began, world))
+        tell_changes(record, monitor, tell)
+        state = cure.applied(resume(found, engine, stages, feed, plan, monitor, began, world, tell))
         for line in skipped_lines(plan, inputs.sources, state.ledger):
             tell(line)
         restore_seconds = perf_counter() - began
@@ -141,6 +125,13 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
             world,
         )
         _train_from(state, parts)
+
+
+def _nothing_left(plan: Plan, shipping: Shipping, world: World) -> None:
+    with shipping:
+        shipping.finish(SHIP_PATIENCE_SECONDS)
+    if world.is_main:
+        say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
 
 
 @dataclass(frozen=True)
@@ -193,14 +184,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
                 "finite, or wild); nothing was learned since the checkpoint that this start began from: "
                 "lower schedule.peak, or check the data"
             )
-        validates = bool(parts.validation) and validation_due(plan, state)
-        if validates:
-            sets, micro = parts.validation[batch.ids.seq_len], plan.micro_sequences(step.step - 1)
-            asks = plan.run.validation is not None and plan.run.validation.retrieval
-            found = evaluate(engine, sets, micro, world, asks)
-            parts.monitor.validation(state.step, found.losses, found.by_position, found.retrieval)
-        if validates or ends_phase(state.step, plan.timeline) or state.step == plan.last_step:
-            _tell_read(state, parts)
+        _report(state, batch.ids.seq_len, parts)
         stops = shared.stop or state.step == parts.wish.stop_after
         if stops or state.step == plan.last_step:
             saver.save_surely(state, probe)
@@ -216,19 +200,22 @@ def _train_from(state: RunState, parts: _Parts) -> None:
             raise Preempted(f"stopped after step {state.step:,}, saved; the same command goes on from there")
 
 
-def _tell_read(state: RunState, parts: _Parts) -> None:
-    """What has been read of each source."""
-    read = read_so_far(parts.feed.sampler, state.step, state.ledger)
-    phase = parts.plan.timeline.at(state.step - 1).phase
-    sources = {name: asdict(source) for name, source in read.items()}
-    parts.monitor.event("data", step=state.step, phase=phase, sources=sources)
+def _report(state: RunState, seq_len: int, parts: _Parts) -> None:
+    """Validate when it is due and after the last step; then, and as a phase ends, say what was read.
 
-
-def validation_due(plan: Plan, state: RunState) -> bool:
-    """True at every multiple of `validation.every`, and after the last step."""
-    assert plan.run.validation is not None
-    due = due_by_count([plan.run.validation.every], state.step, plan.timeline)
-    return due or state.step == plan.last_step
+    Collective.
+    """
+    plan, step, section = parts.plan, state.step, parts.plan.run.validation
+    is_last = step == plan.last_step
+    validates = section is not None and (is_last or due_by_count([section.every], step, plan.timeline))
+    if section is not None and validates:
+        sets, micro = parts.validation[seq_len], plan.micro_sequences(step - 1)
+        found = evaluate(parts.engine, sets, micro, parts.world, section.retrieval)
+        parts.monitor.validation(step, found.losses, found.by_position, found.retrieval)
+    if validates or is_last or ends_phase(step, plan.timeline):
+        read = read_so_far(parts.feed.sampler, step, state.ledger)
+        sources = {name: asdict(source) for name, source in read.items()}
+        parts.monitor.event("data", step=step, phase=plan.timeline.at(step - 1).phase, sources=sources)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,106 +267,6 @@ def _record_exit(plan: Plan, code: int) -> None:
             note_told(plan.out)
     except OSError as error:
         say(sys.stderr, f"ds_pretrain: exit code {code} could not be written to {plan.out}: {error}")
-
-
-def _known(found: Found | None) -> KnownRun | None:
-    if found is None:
-        return None
-    manifest = found.manifest
-    return KnownRun(
-        str(found.folder.absolute()),
-        manifest.step,
-        manifest.attempt,
-        manifest.wandb_id,
-        manifest.identity,
-        len(found.state.rollbacks),
-    )
-
-
-def _origin(plan: Plan, wish: Wish, world: World, tell: Callable[[str], None]) -> Found | None:
-    """The checkpoint that a run without any of its own begins from, if its run file names one. Collective."""
-    if plan.run.resume_from is None:
-        return None
-    accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
-    return store.elsewhere(Path(plan.run.resume_from), accepted, world, tell)
-
-
-def _resume(
-    found: Found | None,
-    engine: Engine,
-    stages: Stages,
-    feed: Feed,
-    plan: Plan,
-    monitor: Monitor,
-    began: float,
-    world: World,
-) -> RunState:
-    if found is None:
-        monitor.event("start", step=0, world_size=world.size)
-        return RunState()
-    state = store.restore(found, engine, plan.run.seed, world, _tell(world))
-    if found.manifest.probe is not None:
-        stages.enter(found.manifest.probe.step)
-    probed = check_probe(found.manifest, state, engine, feed, plan, world)
-    if world.is_main:
-        say(
-            sys.stdout,
-            f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done; {probed}",
-        )
-    monitor.event(
-        "resume",
-        step=state.step,
-        tokens=plan.timeline.tokens_before(state.step),
-        world_size=world.size,
-        checkpoint=found.folder.name,
-        probe=probed,
-        restore_seconds=perf_counter() - began,
-    )
-    return state
-
-
-def _tell_changes(record: RunRecord, monitor: Monitor, tell: Callable[[object], None]) -> None:
-    """What of the plan is another than at the start before: accepted, or still ahead."""
-    for change in record.changes:
-        if change["attempt"] == record.attempt:
-            field, old, new = (change[key] for key in ("field", "old", "new"))
-            tell(f"`{field}` is {with_unit(field, new)} from this start on; it was {with_unit(field, old)}")
-            monitor.event("changed", field=field, old=str(old), new=str(new))
-
-
-def _refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:
-    """What a start cannot mean by where the run stands."""
-    stands = 0 if found is None else found.state.step
-    if found is not None and stands > plan.last_step:
-        raise agreed(
-            InputError(
-                f"{found.folder} stands at step {stands:,}, past the end of the schedule ({plan.last_step:,} "
-                "steps); set schedule.length back, or give the run file a new `out`"
-            )
-        )
-    if wish.stop_after is not None and not stands < wish.stop_after <= plan.last_step:
-        raise agreed(
-            InputError(
-                f"--stop-after {wish.stop_after}: the run stands at step {stands:,} of {plan.last_step:,}; "
-                "give a step that is still to come"
-            )
-        )
-
-
-def _shared(world: World, act: Callable[[], Shared]) -> Shared:
-    """What rank 0 gets from `act`, or the error that it met, on every rank. Collective."""
-    value, error = None, None
-    if world.is_main:
-        try:
-            value = act()
-        except RunError as met:
-            error = met
-        except OSError as met:
-            error = RunError(str(met))
-    value, error = from_main(world, (value, error))
-    if error is not None:
-        raise agreed(error)
-    return cast(Shared, value)
 
 
 def _complain(world: World, error: RunError) -> None:

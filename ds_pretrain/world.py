@@ -8,10 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from ds_pretrain.errors import RunError, agreed
+
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,19 @@ def _collective_device() -> Any:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def on_main(world: World, act: Callable[[], Shared]) -> Shared:
+    """What rank 0 gets from `act`, or the error that it met, on every rank. Collective."""
+    value, error = None, None
+    if world.is_main:
+        try:
+            value = act()
+        except RunError as met:
+            error = met
+        except OSError as met:
+            error = RunError(str(met))
+    value, error = from_main(world, (value, error))
+    if error is not None:
+        raise agreed(error)
+    return cast(Shared, value)

@@ -32,8 +32,8 @@ LAYERS: dict[str, int] = {
             "data models checkpoint monitor engine engine_start engine_load partitions run_directory stop "
             "cure",
             "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "
-            "incidents suspects healing saving shipping step evaluation train sample launch watchdog_replay "
-            "audit branch branch_parent",
+            "resuming incidents suspects healing saving shipping step evaluation train sample launch "
+            "watchdog_replay audit branch branch_parent",
             "cli checkpoint_commands verify_resume __main__",
         ]
     )
@@ -61,7 +61,9 @@ SEES_SIBLING = {
     ("saving", "save_costs"),
     ("train", "curriculum"),
     *(("train", part) for part in ("stages", "opening", "run_places", "probing", "evaluation")),
-    *(("train", part) for part in ("saving", "healing", "shipping", "step")),
+    *(("train", part) for part in ("saving", "healing", "shipping", "step", "resuming")),
+    ("resuming", "probing"),
+    ("resuming", "stages"),
     ("audit", "preflight"),
     ("branch", "preflight"),
     ("branch", "branch_parent"),

@@ -23,6 +23,7 @@ from ds_pretrain.checkpoint.saves import save_now
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
 from ds_pretrain.plan import load_plan
+from ds_pretrain.resuming import Wish
 from ds_pretrain.run_directory import RunLock
 from ds_pretrain.saving import Saver
 from ds_pretrain.stop import StopSignal
@@ -127,7 +128,7 @@ def run_elastic(
         StopSignal(plan.out, world) as stop,
         contextlib.suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan), train_module.Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
     patch.undo()
     finished = snapshot(engines[-1]._engine, world)
     return Outcome(

@@ -15,6 +15,7 @@ from ds_pretrain.engine import ZeroEngine
 from ds_pretrain.errors import Preempted
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
+from ds_pretrain.resuming import Wish
 from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
@@ -78,7 +79,7 @@ def run_rank(
     plan = load_plan(run_file, overrides)
     ending = nullcontext() if stop_after is None else pytest.raises(Preempted)
     with StopSignal(plan.out, world) as stop, ending:
-        train_module.train(plan, world, stop, RunLock(plan), train_module.Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
     return engines[-1].digest(), rates, samples
 
 

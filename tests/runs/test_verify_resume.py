@@ -19,6 +19,7 @@ from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import InputError, Preempted
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
+from ds_pretrain.resuming import Wish
 from ds_pretrain.run_directory import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.timeline import Segment, Timeline
@@ -86,7 +87,7 @@ def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequenc
     patch.setattr(train_module, "open_run_engine", opened)
     patch.setattr(store, "restore", restored)
     plan = load_plan(run_file, overrides)
-    wish = train_module.Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
+    wish = Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
     with StopSignal(plan.out, world) as stop:
         try:
             train_module.train(plan, world, stop, RunLock(plan), wish)
