@@ -69,9 +69,18 @@ def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
     """Phases that the sources cannot feed, or validation cannot ask: lengths, or too many epochs."""
     lengths = {phase.name: phase.seq_len for phase in plan.run.phases}
     problems = chunk_problems(lengths, mixtures(plan), plan.chunk_tokens)
-    if not problems and all(
-        sources[name].num_samples(tokens) for name, tokens in plan.chunk_tokens.items() if name in sources
-    ):
+    short = {
+        name: tokens
+        for name, tokens in plan.chunk_tokens.items()
+        if name in sources and not sources[name].num_samples(tokens)
+    }
+    problems += (
+        f"sources.{name}.chunk_tokens = {tokens:,}: it has {sources[name].num_tokens:,} tokens, fewer than "
+        f"one chunk of {tokens:,} + 1; lower chunk_tokens or prepare more text"
+        for name, tokens in short.items()
+        if plan.run.sources[name].chunk_tokens is not None
+    )
+    if not problems and not short:
         with suppress(InputError):  # of a mixture, which is told by itself
             problems = usage_problems(open_sampler(plan, sources), _max_epochs(plan))
     return [f"{plan.run_path}: {problem}" for problem in (*problems, *_retrieval_problems(plan))]

@@ -34,7 +34,7 @@ LAYERS: dict[str, int] = {
             "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "
             "resuming incidents suspects healing saving shipping step evaluation train sample launch "
             "watchdog_replay audit branch branch_parent",
-            "cli checkpoint_commands verify_resume __main__",
+            "cli commands checkpoint_commands verify_resume __main__",
         ]
     )
     for name in names.split()
@@ -69,7 +69,9 @@ SEES_SIBLING = {
     ("branch", "branch_parent"),
     ("__main__", "cli"),
     ("cli", "checkpoint_commands"),
-    ("cli", "verify_resume"),
+    ("cli", "commands"),
+    ("commands", "checkpoint_commands"),
+    ("commands", "verify_resume"),
 }
 HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit codes with them, nothing else
 

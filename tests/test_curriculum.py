@@ -63,3 +63,14 @@ def test_a_phase_too_short_for_prompts_is_told_where_another_has_room(tmp_path: 
     assert told in list(summary(plan, inputs, 1))
     plan = load_plan(run_file, ["validation.retrieval=false"])
     assert not any("no key" in line for line in summary(plan, inputs, 1))
+
+
+def test_a_chunk_that_its_source_does_not_hold_is_refused_and_names_the_key(tmp_path: Path) -> None:
+    chunk = f'sources.text={{ path = "{tmp_path}/text", chunk_tokens = 1_048_576 }}'
+    plan = load_plan(make_run(tmp_path), [chunk])
+    inputs = open_inputs(plan)
+    assert data_problems(plan, inputs.sources) == [
+        f"{plan.run_path}: sources.text.chunk_tokens = 1,048,576: it has "
+        f"{inputs.sources['text'].num_tokens:,} tokens, fewer than one chunk of 1,048,576 + 1; lower "
+        "chunk_tokens or prepare more text"
+    ]
