@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain import cli
+from ds_pretrain import cli, commands
 from ds_pretrain.launch.command import Command
 from tests.scenario import make_run
 
@@ -18,7 +18,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, Path]]:
         calls.append((command, out))
         return 75
 
-    monkeypatch.setattr(cli, "run", note)
+    monkeypatch.setattr(commands, "run", note)
     return calls
 
 
