@@ -176,3 +176,11 @@ def test_no_draws_are_located_as_none() -> None:
     for weights in (WEIGHTS, {"only": 1.0}):
         source, number = make_mixture(weights, key=1).locate(np.arange(0))
         assert (source.size, number.size) == (0, 0)
+
+
+def test_a_million_draws_lay_each_block_out_once() -> None:
+    """What they cost (the time of it: benchmarks/data_order.py)."""
+    mixture = make_mixture({"a": 5, "b": 3, "c": 1}, key=12)
+    module._layout.cache_clear()
+    mixture.locate(np.arange(1_000_000, dtype=np.uint64))
+    assert module._layout.cache_info().misses == -(-1_000_000 // BLOCK_DRAWS)
