@@ -1,5 +1,6 @@
 """N steps straight == k steps, SIGKILL, resume: bit for bit, wherever the run is cut."""
 
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,26 @@ from tests.scenario import deepspeed_json, make_run
 KILLS = (2, 4, 5, 8, 11)  # before the first checkpoint, right after one, in between, late; all in one run
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("bf16", "accumulation"), [(False, 1), (False, 3), (True, 3)], ids=["fp32-1", "fp32-3", "bf16-3"]
-)
+# Every pair of precision, accumulation, ZeRO stage and number of ranks, in the fewest runs.
+CONFIGURATIONS = [
+    ("fp32", 1, 1, 1),
+    ("fp32", 1, 2, 2),
+    ("fp32", 1, 3, 2),
+    ("fp32", 3, 1, 2),
+    ("fp32", 3, 2, 1),
+    ("bf16", 1, 3, 1),
+    ("bf16", 3, 1, 1),
+    ("bf16", 3, 2, 2),
+    ("bf16", 3, 3, 2),
+]
+
+
+@pytest.mark.parametrize(("precision", "accumulation", "stage", "num_ranks"), CONFIGURATIONS)
 def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
-    tmp_path: Path, bf16: bool, stage: int, accumulation: int, num_ranks: int
+    tmp_path: Path, precision: str, accumulation: int, stage: int, num_ranks: int
 ) -> None:
     options: dict[str, Any] = {
-        "deepspeed": deepspeed_json(stage, bf16),
+        "deepspeed": deepspeed_json(stage, precision == "bf16"),
         "micro_sequences": 1,
         "batch_tokens": 16 * num_ranks * accumulation,
         "save_every": "2 steps",
@@ -46,6 +57,13 @@ def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
         assert {11, 12} <= set(live_rates) <= {9, 10, 11, 12}  # killed after 11: the save of 10 may be lost
         assert rates | live_rates == {step: expected_rates[step] for step in live_rates}
         assert samples == {step: expected_samples[step] for step in samples}
+
+
+def test_the_configurations_have_every_pair() -> None:
+    values = [sorted({one[at] for one in CONFIGURATIONS}, key=str) for at in range(4)]
+    for first, second in combinations(range(4), 2):
+        there = {(one[first], one[second]) for one in CONFIGURATIONS}
+        assert there == set(product(values[first], values[second]))
 
 
 def test_the_golden_comparison_sees_a_difference(tmp_path: Path) -> None:
