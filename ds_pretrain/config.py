@@ -8,7 +8,7 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,7 @@ from ds_pretrain.fields import (
     Place,
     Positive,
     Ramp,
+    Rule,
     Share,
     ShareOfRun,
     ShareOrPhase,
@@ -44,7 +45,7 @@ from ds_pretrain.fields import (
     as_tuple,
 )
 from ds_pretrain.paths import source_prefix
-from ds_pretrain.schedules import RateRule, Shape
+from ds_pretrain.schedules import Shape
 from ds_pretrain.timeline import parse_duration
 
 
@@ -111,7 +112,8 @@ class BatchSection(Section):
     micro_sequences: Count
     accumulation: Count | None = None  # only to insist on a number; it is derived
     ramp: Ramp | None = None  # sizes before `tokens` is reached
-    rate_rule: RateRule = "none"  # the rate at a smaller batch than `tokens`
+    rate_rule: Rule = "none"  # the rate at another batch than `rate_tokens`
+    rate_tokens: BatchTokens | None = None  # the batch that schedule.peak is meant for; None: `tokens`
 
 
 class HeldOutSection(Section):
@@ -120,6 +122,16 @@ class HeldOutSection(Section):
     path: Annotated[str, AfterValidator(source_prefix)]
     min_document_tokens: Count | None = None  # documents with fewer are left out
     max_document_tokens: Count | None = None  # and those with more
+
+    @model_validator(mode="after")
+    def _some_length_is_both(self) -> Self:
+        least, most = self.min_document_tokens, self.max_document_tokens
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"min_document_tokens = {least:,} is more than max_document_tokens = {most:,}, and no "
+                "document is both; exchange them, or leave one out"
+            )
+        return self
 
 
 class SourceSection(HeldOutSection):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Pl
 
 from ds_pretrain.paths import folder_text, path_text, place_text
 from ds_pretrain.reading import shown
+from ds_pretrain.schedules import RateRule
 from ds_pretrain.timeline import Duration, Unit, parse_batch_tokens, parse_duration
 
 
@@ -35,6 +36,10 @@ def _text(value: Any) -> str:
 
 def _optional_weight(value: Any) -> Any:
     return None if value in (0, False, "off", "none") else value
+
+
+def _rule(value: Any) -> Any:
+    return "none" if value is None else value  # what an override's `none` is read as
 
 
 def as_tuple(value: Any) -> Any:
@@ -92,6 +97,7 @@ Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+Rule = Annotated[RateRule, BeforeValidator(_rule)]
 OptionalWeight = Annotated[Positive | None, BeforeValidator(_optional_weight)]  # 0, false, "off": None
 Count = Annotated[int, Field(gt=0, le=10**12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite

@@ -16,7 +16,7 @@ _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
 # What the numbers of an identity count.
 _UNITS = {
     **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
-    "batch.tokens": "tokens",
+    **dict.fromkeys(("batch.tokens", "batch.rate_tokens"), "tokens"),
 }
 
 
@@ -46,8 +46,10 @@ def _batches(plan: Plan) -> dict[str, Any]:
         batch["ramp"] = [
             one for one, before in zip(sizes, [[0, 0], *sizes], strict=False) if one[1] != before[1]
         ]
-        batch["rate_rule"] = plan.run.batch.rate_rule
-    return batch
+    rule = plan.run.batch.rate_rule
+    if rule != "none":
+        return {**batch, "rate_rule": rule, "rate_tokens": plan.rate_tokens}
+    return batch if plan.run.batch.ramp is None else {**batch, "rate_rule": rule}
 
 
 def _phase(plan: Plan, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Identities are those of `Plan.identity`: plain types, with phases, batches and schedule in steps.
 """
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def _touches(
     if section == "schedule":
         return rest in _altering(old[section], new[section], step)
     if section == "batch":
-        return _met_batches(old[section], step) != _met_batches(new[section], step)
+        return rest in _altering_batches(old[section], new[section], step)
     if section in ("chunk_tokens", "sources"):
         return any(
             rest in phase["mixture"] and (phase["first_step"] < step or name in begun)
@@ -73,11 +74,31 @@ def _draw_alike(phases: Iterable[Mapping[str, Any]]) -> bool:
     return all(other == first for other in others)
 
 
-def _met_batches(batch: Mapping[str, Any], step: int) -> list[Any]:
+def _altering_batches(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> tuple[str, ...]:
+    """The fields that give the first `step` steps other batches or else, with the same, other rates."""
+    before, after = _met_batches(old, step), _met_batches(new, step)
+    if [piece[:2] for piece in before] != [piece[:2] for piece in after]:
+        return "tokens", "ramp"
+    if before == after:
+        return ()
+    return ("rate_tokens",) if old.get("rate_rule") == new.get("rate_rule") else ("rate_rule",)
+
+
+def rate_tokens_of_past(old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> int | None:
+    """The `batch.rate_tokens` under which the rates of the first `step` steps stay what they were, if any."""
+    batch, reach = old["batch"], sys.maxsize if step is None else step
+    before = _met_batches(batch, reach)
+    for tokens in (batch.get("rate_tokens", batch["tokens"]), *(size for _, size, _ in before)):
+        if _met_batches({**new["batch"], "rate_tokens": tokens}, reach) == before:
+            return int(tokens)
+    return None
+
+
+def _met_batches(batch: Mapping[str, Any], step: int) -> list[tuple[int, int, float]]:
     """The batches that the first `step` steps had: first step, tokens, what the rate was multiplied by."""
     rule, full = batch.get("rate_rule", "none"), batch["tokens"]
-    pieces = batch.get("ramp") or [[0, full]]
-    return [(first, size, rule_factor(rule, size, full)) for first, size in pieces if first < step]
+    pieces, meant = batch.get("ramp") or [[0, full]], batch.get("rate_tokens", full)
+    return [(first, size, rule_factor(rule, size, meant)) for first, size in pieces if first < step]
 
 
 def _altering(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:

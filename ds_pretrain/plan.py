@@ -16,7 +16,7 @@ from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, par
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
 from ds_pretrain.past import changed_fields
-from ds_pretrain.reading import counted, parse_json, read_text, shown
+from ds_pretrain.reading import counted, listed, parse_json, read_text, shown
 from ds_pretrain.response import Ladder
 from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
 from ds_pretrain.run_problems import (
@@ -26,7 +26,6 @@ from ds_pretrain.run_problems import (
     decay_steps,
     first_steps,
     layout,
-    listed,
     micro_sequences,
     schedule_problems,
 )
@@ -101,9 +100,17 @@ class Plan:
 
     def rate(self, step: int, num_updates: int) -> float:
         """Of the update that follows `step` finished steps, of which `num_updates` were applied."""
+        return self.schedule.rate(num_updates) * self.rate_factor(step)
+
+    def rate_factor(self, step: int) -> float:
+        """What `batch.rate_rule` multiplies the rate of that update by."""
         batch = self.run.batch
-        factor = rule_factor(batch.rate_rule, self.timeline.at(step).tokens_per_step, batch.tokens)
-        return self.schedule.rate(num_updates) * factor
+        return rule_factor(batch.rate_rule, self.timeline.at(step).tokens_per_step, self.rate_tokens)
+
+    @property
+    def rate_tokens(self) -> int:
+        """The batch that the peak of the schedule is meant for."""
+        return self.run.batch.rate_tokens or self.run.batch.tokens
 
     @property
     def chunk_tokens(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.plan import Plan, check_world
 from ds_pretrain.rate_plot import rate_summary
-from ds_pretrain.reading import counted
+from ds_pretrain.reading import counted, listed
 from ds_pretrain.run_directory import directory_problems
 from ds_pretrain.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.veto import drop_problems
@@ -210,7 +210,7 @@ def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
     sequences, micro = segment.sequences, plan.micro_sequences(segment.first_step)
     if world_size is None:
         worlds = worlds_that_divide(sequences, micro)
-        return f"micro-batches of {micro}; world sizes that divide it: {', '.join(map(str, worlds[:16]))}"
+        return f"micro-batches of {micro}; world sizes that divide it: {listed(worlds)}"
     count = accumulation(sequences, micro, world_size)
     ranks, each = counted(world_size, "rank"), counted(micro, "sequence")
     return f"{ranks} x {each} x accumulation {count} = {counted(sequences, 'sequence')}"

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 from ds_pretrain.plan import Plan
 from ds_pretrain.reading import counted
-from ds_pretrain.schedules import rule_factor
 
 _WIDTH, _HEIGHT = 72, 7  # characters
 
@@ -16,14 +15,14 @@ def rate_summary(plan: Plan) -> Iterator[str]:
     yield f"rate       {', '.join(corners)}"
     segments, batch = plan.timeline.segments, plan.run.batch
     changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
-    if batch.rate_rule != "none" and changes:
+    if batch.rate_rule != "none" and (changes or plan.rate_factor(0) != 1):
         words = (
-            f"x {rule_factor(batch.rate_rule, s.tokens_per_step, batch.tokens):.3g} from step "
-            f"{s.first_step:,} ({counted(s.tokens_per_step, 'token')} a step, rate "
-            f"{_rate(plan, s.first_step):.3g})"
+            f"x {plan.rate_factor(s.first_step):.3g} from step {s.first_step:,} "
+            f"({counted(s.tokens_per_step, 'token')} a step, rate {_rate(plan, s.first_step):.3g})"
             for s in (segments[0], *changes)
         )
-        yield f"           batch.rate_rule {batch.rate_rule}: {', '.join(words)}"
+        meant = f" to {plan.rate_tokens:,} tokens" if batch.rate_tokens is not None else ""
+        yield f"           batch.rate_rule {batch.rate_rule}{meant}: {', '.join(words)}"
     yield from (f"           {line}" for line in rate_lines(plan))
 
 

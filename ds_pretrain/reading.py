@@ -1,6 +1,7 @@
 """Input files and values, read and shown: text, JSON, and a value in a message."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def shown(value: Any) -> str:
 def counted(amount: int, one: str, several: str | None = None) -> str:
     """ "1 sequence", "1,200 sequences"; `several` where it is not `one` with an s."""
     return f"{amount:,} {one if amount == 1 else several or f'{one}s'}"
+
+
+def listed(items: Sequence[object], most: int = 16) -> str:
+    """The first of them, and a sign that there are more."""
+    return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
 def _json_name(value: Any) -> str:

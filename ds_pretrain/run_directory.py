@@ -15,9 +15,10 @@ from ds_pretrain.cure import read_cure
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.identity import identity_of, with_unit
-from ds_pretrain.past import changed_fields, past_changes
+from ds_pretrain.past import changed_fields, past_changes, rate_tokens_of_past
 from ds_pretrain.plan import Plan
 from ds_pretrain.rank_files import save_file, stop_file
+from ds_pretrain.reading import listed
 
 _FILE = "run.json"
 _LOCK = ".run.lock"
@@ -108,8 +109,8 @@ def _foreign_files(plan: Plan) -> list[str]:
     if not foreign or "checkpoints" in names:  # with checkpoints it is a run that lost its record
         return []
     return [
-        f"{plan.run_path}: out = {plan.out} holds files that are not of a run ({', '.join(foreign[:5])}"
-        f"{', ...' if len(foreign) > 5 else ''}); give an empty or a new folder"
+        f"{plan.run_path}: out = {plan.out} holds files that are not of a run ({listed(foreign, 5)}); give "
+        "an empty or a new folder"
     ]
 
 
@@ -118,10 +119,8 @@ def occupied_problem(plan: Plan) -> str | None:
     names = {path.name for path in plan.out.iterdir()} if plan.out.is_dir() else set()
     if not (foreign := sorted(names - _OURS_BEFORE_THE_RECORD)):
         return None
-    return (
-        f"{plan.run_path}: out = {plan.out} is not empty ({', '.join(foreign[:5])}"
-        f"{', ...' if len(foreign) > 5 else ''}); give an empty or a new folder"
-    )
+    found = listed(foreign, 5)
+    return f"{plan.run_path}: out = {plan.out} is not empty ({found}); give an empty or a new folder"
 
 
 def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[str]:
@@ -133,7 +132,8 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
         ]
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
     begun = {skip.phase for skip in read_cure(plan.out).ledger.skips}
-    changes = past_changes(record.identity, identity_of(plan, data), record.saved_step, begun)
+    identity = identity_of(plan, data)
+    changes = past_changes(record.identity, identity, record.saved_step, begun)
     chunks = {path: pair for path, pair in changes.items() if path.startswith("chunk_tokens.")}
     is_of_length = any(path.endswith(".seq_len") for path in changes)  # then that is what has changed
     old_chunks, new_chunks = (
@@ -141,7 +141,7 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
     )
     chunk_problems = [] if is_of_length else changed_chunks(old_chunks, new_chunks)
     return [f"{plan.run_path}: {problem}" for problem in chunk_problems] + [
-        f"{plan.run_path}: {_otherwise(path, old, new, where)}; "
+        f"{plan.run_path}: {_otherwise(path, old, new, where)}{_rates_words(path, record, identity)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
@@ -158,6 +158,18 @@ def _otherwise(path: str, old: Any, new: Any, where: str) -> str:
     now = "no longer there" if new is None else with_unit(path, new)
     before = "without it" if old is None else f"with {with_unit(path, old)}"
     return f"`{path}` is {now}, but {where} was started {before}"
+
+
+def _rates_words(path: str, record: RunRecord, identity: Mapping[str, Any]) -> str:
+    """Of what scales rates, why that is of the past, and the key that leaves the past as it is."""
+    if path not in ("batch.rate_rule", "batch.rate_tokens"):
+        return ""
+    kept = rate_tokens_of_past(record.identity, identity, record.saved_step)
+    way_out = "" if kept is None else f"; batch.rate_tokens = {kept} leaves them as they were"
+    return (
+        ": the rule multiplies the rates of past steps by the size of their batch over batch.rate_tokens "
+        f"(which is batch.tokens where the file does not say it), so they would be others{way_out}"
+    )
 
 
 class RunLock:

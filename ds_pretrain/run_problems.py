@@ -6,7 +6,7 @@ from math import lcm
 from os.path import abspath
 
 from ds_pretrain.config import PhaseSection, Run, WsdSection
-from ds_pretrain.reading import counted
+from ds_pretrain.reading import counted, listed
 from ds_pretrain.timeline import (
     MOST,
     Duration,
@@ -85,6 +85,12 @@ def curriculum_problems(run: Run) -> Iterator[str]:
     sizes = [size for _, size in run.batch.ramp or ()]
     if sizes != sorted(set(sizes)):
         yield f"batch.ramp = {', '.join(f'{size:,}' for size in sizes)} tokens; a ramp has to rise"
+    if run.batch.rate_tokens is not None and run.batch.rate_rule == "none":
+        yield (
+            f"batch.rate_tokens = {run.batch.rate_tokens:,} is the batch that schedule.peak is meant for, "
+            'and without a rule the rate is the same at any: set batch.rate_rule = "linear" or "sqrt", or '
+            "delete batch.rate_tokens"
+        )
     decay = run.schedule.decay if isinstance(run.schedule, WsdSection) else None
     if isinstance(decay, str) and decay not in names:
         yield (
@@ -207,21 +213,23 @@ def _accumulation_problems(run: Run, met: Sequence[tuple[int, PhaseSection]]) ->
         return
     for tokens, phase in met:
         count, rest = divmod(tokens, phase.seq_len * micro_sequences(run, phase))
-        if not rest and count % asked:
+        if not rest:
             where.setdefault(count, []).append(f"{tokens:,} tokens in phase {phase.name}")
-    for count, steps in where.items():
+    if len(where) > 1:
+        each = "; ".join(f"{count:,} ({'; '.join(steps)})" for count, steps in where.items())
+        yield (
+            f"batch.accumulation = {asked:,}, and the micro-batches of a step are {each}: no number of ranks "
+            "gives it in each of these; delete it: it is derived"
+        )
+        return
+    for count in (count for count in where if count % asked):
         possible = listed(worlds_that_divide(count, 1))  # a number of ranks and its accumulation trade places
-        named = "" if len(met) == 1 else f" ({'; '.join(steps)})"
         yield (
             f"batch.accumulation = {asked:,} does not divide the "
-            f"{counted(count, 'micro-batch', 'micro-batches')} of a step{named}, so no number of ranks gives "
-            f"it; what some do: {possible}; or delete it: it is derived"
+            f"{counted(count, 'micro-batch', 'micro-batches')} of a step, so no number of ranks gives it; "
+            f"what some do: {possible}; or delete it: it is derived"
         )
 
 
 def covers(sections: Sequence[str], path: str) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in sections)
-
-
-def listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")

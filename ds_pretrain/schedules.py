@@ -87,12 +87,12 @@ Schedule = Cosine | Wsd
 RateRule = Literal["none", "linear", "sqrt"]
 
 
-def rule_factor(rule: RateRule, batch_tokens: int, full_batch_tokens: int) -> float:
-    """What the rate is multiplied by at a batch smaller than the one that the peak is meant for.
+def rule_factor(rule: RateRule, batch_tokens: int, meant_tokens: int) -> float:
+    """What the rate is multiplied by at another batch than the one that the peak is meant for.
 
     linear: Goyal et al., arXiv:1706.02677. sqrt: for Adam, Malladi et al., arXiv:2205.10287.
     """
-    share = batch_tokens / full_batch_tokens
+    share = batch_tokens / meant_tokens
     return {"none": 1.0, "linear": share, "sqrt": sqrt(share)}[rule]
 
 

@@ -2,10 +2,12 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import pytest
+from pydantic import BaseModel, TypeAdapter
 
+from ds_pretrain.complaints import section_models
 from ds_pretrain.config import (
     CosineSection,
     ModelSection,
@@ -348,3 +350,32 @@ def test_a_place_to_ship_to_never_holds_or_shows_a_credential(place: str, words:
 def test_places_to_ship_to_are_folders_and_urls() -> None:
     for place in ("/vault/run", "vault", "s3://vault/run", "gs://vault"):
         assert parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"']).checkpoint.ship_to == place
+
+
+def test_none_as_an_override_is_the_value_none_of_an_enumeration_and_else_takes_a_key_back() -> None:
+    """In each section: where null is not allowed and "none" is a value, it is that value."""
+    parsed = parse_run(MINIMAL, ["batch.rate_rule=none", "model.z_loss=none", "checkpoint.local=none"])
+    assert (parsed.batch.rate_rule, parsed.model.z_loss, parsed.checkpoint.local) == ("none", None, None)
+    found = []
+    for section in _all_sections(Run):
+        for name, field in section.model_fields.items():
+            if "none" in get_args(field.annotation):
+                found.append(f"{section.__name__}.{name}")
+                assert (
+                    TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(None) == "none"
+                )
+    assert found == ["BatchSection.rate_rule"]
+
+
+def _all_sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [s for field in section.model_fields.values() for s in section_models(field.annotation)]
+    return [section, *(each for one in inner for each in _all_sections(one))]
+
+
+def test_bounds_that_no_document_keeps_are_told_as_such() -> None:
+    view = "{ path = 'data/web', min_document_tokens = 5000, max_document_tokens = 100 }"
+    [problem] = problems_of(MINIMAL, f"sources.web={view}")
+    assert problem == (
+        "override of sources.web: `sources.web`: min_document_tokens = 5,000 is more than max_document_tokens "
+        "= 100, and no document is both; exchange them, or leave one out"
+    )

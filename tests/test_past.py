@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.past import changed_fields, past_changes
+from ds_pretrain.past import changed_fields, past_changes, rate_tokens_of_past
 from ds_pretrain.schedules import Cosine, Wsd
 
 OLD: dict[str, Any] = {
@@ -69,8 +69,22 @@ def test_a_ramp_ahead_may_be_added_and_one_that_scales_rates_of_the_past_may_not
         **OLD,
         "batch": {**linear["batch"], "tokens": 8192, "ramp": [*linear["batch"]["ramp"], [700, 8192]]},
     }
-    assert set(past_changes(linear, larger, 100)) == {"batch.tokens", "batch.ramp"}  # an eighth, not a fourth
+    for identity, tokens in ((linear, 4096), (larger, 8192)):
+        identity["batch"]["rate_tokens"] = tokens
+    assert set(past_changes(linear, larger, 100)) == {"batch.rate_tokens"}  # an eighth, not a fourth
+    assert rate_tokens_of_past(linear, larger, 100) == 4096
+    assert not past_changes(linear, {**larger, "batch": {**larger["batch"], "rate_tokens": 4096}}, 700)
     assert not past_changes({**OLD, "batch": {**linear["batch"], "rate_rule": "none"}}, OLD, 100)
+
+
+def test_a_rule_may_come_with_a_ramp_ahead_if_its_rates_are_meant_for_the_batch_of_the_past() -> None:
+    """Until then the run had one size, and no word of a rule."""
+    plain = {**OLD, "batch": {"tokens": 4096}}
+    ramp = {"tokens": 8192, "ramp": [[0, 4096], [300, 8192]], "rate_rule": "sqrt", "rate_tokens": 8192}
+    assert set(past_changes(plain, {**OLD, "batch": ramp}, 100)) == {"batch.rate_rule"}
+    assert rate_tokens_of_past(plain, {**OLD, "batch": ramp}, 100) == 4096
+    assert not past_changes(plain, {**OLD, "batch": {**ramp, "rate_tokens": 4096}}, 300)
+    assert rate_tokens_of_past(OLD, {**OLD, "batch": {**OLD["batch"], "rate_rule": "sqrt"}}, 301) is None
 
 
 def test_a_phase_name_may_hold_dots() -> None:

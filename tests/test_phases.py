@@ -127,11 +127,12 @@ def test_what_is_wrong_with_a_world_is_said_once_with_the_steps_that_it_concerns
     assert four.startswith(f"{plan.run_path}: long from step 8 to 10: global batch 4 sequences (128 tokens /")
     six = check_world(plan, 3, "here")[1]
     assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences (128 tokens" in six
-    asked = _plan(tmp_path / "asked", ("tokens = 128", "accumulation = 2\n" + ramp[1]), late)
+    alike = ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1")  # four micro-batches, as the other phases
+    asked = _plan(tmp_path / "asked", ("tokens = 128", "accumulation = 2\ntokens = 128"), late, alike)
     [problem] = check_world(asked, 1, "here")
     assert problem.count("batch.accumulation = 2") == 1
-    assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences" in problem
-    assert problem.count("make accumulation 4") == 1
+    assert "main from step 0 to 8 and late from step 10 to 12: global batch 8 sequences" in problem
+    assert problem.count("make accumulation 4") == 2
     one = _plan(tmp_path / "one", ("seq_len = 32", "seq_len = 128\nmicro_sequences = 1"))
     assert "long from step 8 to 12: global batch 1 sequence (128 tokens" in check_world(one, 2, "here")[0]
 
@@ -260,12 +261,15 @@ def test_no_timeline_cuts_tokens_off_or_leaves_a_phase_without_steps() -> None:
             make_timeline(wrong, [(zero, 64)], length)
 
 
-def test_an_accumulation_that_no_world_gives_names_the_steps(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as raised:
-        _plan(tmp_path, ("tokens = 128", "accumulation = 3\ntokens = 128"))
-    first, second = raised.value.problems
-    assert "does not divide the 4 micro-batches of a step (128 tokens in phase main), so no" in first
-    assert "does not divide the 2 micro-batches of a step (128 tokens in phase long), so no" in second
+@pytest.mark.parametrize("asked", [2, 3])
+def test_an_accumulation_that_no_world_gives_in_all_steps_names_them(tmp_path: Path, asked: int) -> None:
+    """Two micro-batches where a ramp begins and in the second phase, four after the ramp."""
+    ramp = f'accumulation = {asked}\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
+    assert _problems(tmp_path, ("tokens = 128", ramp)) == (
+        f"batch.accumulation = {asked}, and the micro-batches of a step are 2 (64 tokens in phase main; 128 "
+        "tokens in phase long); 4 (128 tokens in phase main): no number of ranks gives it in each of these; "
+        "delete it: it is derived"
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,6 +301,26 @@ def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_ea
     assert words == (
         f"           batch.rate_rule {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 from "
         "step 4 (128 tokens a step, rate 0.01)"
+    )
+
+
+def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -> None:
+    """So that a ramp that is extended while the run goes on leaves the rates of the past as they were."""
+    ramp = 'rate_rule = "sqrt"\nrate_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
+    plan = _plan(tmp_path, ("tokens = 128", ramp))
+    assert [plan.rate(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
+    assert list(rate_summary(plan))[1] == (
+        "           batch.rate_rule sqrt to 64 tokens: x 1 from step 0 (64 tokens a step, rate 0), x 1.41 "
+        "from step 4 (128 tokens a step, rate 0.0141)"
+    )
+    whole = _plan(
+        tmp_path / "whole", ("tokens = 128", 'rate_rule = "linear"\nrate_tokens = 64\ntokens = 128')
+    )
+    assert whole.rate(3, 3) == 2e-2
+    assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(rate_summary(whole))[1]
+    assert _problems(tmp_path / "no", ("tokens = 128", "rate_tokens = 64\ntokens = 128")) == (
+        "batch.rate_tokens = 64 is the batch that schedule.peak is meant for, and without a rule the rate is "
+        'the same at any: set batch.rate_rule = "linear" or "sqrt", or delete batch.rate_tokens'
     )
 
 

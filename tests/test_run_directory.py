@@ -234,6 +234,27 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
     )
 
 
+def test_a_ramp_that_goes_on_keeps_past_rates_with_the_batch_that_they_were_meant_for(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    ramp = ['batch.ramp={ "0" = 64, "3 steps" = 128 }', "batch.rate_rule=sqrt"]
+    start(run_file, *ramp)
+    note_saved(tmp_path / "out", 6)
+    longer = ['batch.ramp={ "0" = 64, "3 steps" = 128, "8 steps" = 256 }', "batch.rate_rule=sqrt"]
+    longer.append("batch.tokens=256")
+    assert refusal(run_file, *longer, found_step=6) == (
+        f"{run_file}: `batch.rate_tokens` is 256 tokens, but the run in {tmp_path / 'out'} was started with "
+        "128 tokens: the rule multiplies the rates of past steps by the size of their batch over "
+        "batch.rate_tokens (which is batch.tokens where the file does not say it), so they would be others; "
+        "batch.rate_tokens = 128 leaves them as they were; set it back, or start another run with a new "
+        "`name` and `out`"
+    )
+    linear = refusal(run_file, *ramp, "batch.rate_rule=linear", found_step=6)
+    assert '`batch.rate_rule` is "linear", but the run in' in linear
+    assert "so they would be others; set it back, or" in linear
+    record = start(run_file, *longer, "batch.rate_tokens=128", found_step=6)
+    assert {change["field"] for change in record.changes} == {"batch.ramp", "batch.tokens"}
+
+
 def test_a_phase_that_a_rollback_left_and_skips_of_may_not_change_what_it_draws(tmp_path: Path) -> None:
     """It begins at the checkpoint that was gone back to, and the run died before it saved again."""
     run_file = make_run(tmp_path)
