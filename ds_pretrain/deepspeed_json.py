@@ -41,16 +41,20 @@ def check_deepspeed(
     sequences: int,
     micro_sequences: int,
     accumulation: int | None = None,
+    varies: bool = False,
     world_size: int | None = None,
 ) -> list[str]:
-    """Every problem in the JSON, alone and against the run file; both files and both values are named."""
+    """Every problem in the JSON, alone and against the run file; both files and both values are named.
+
+    `sequences` and `micro_sequences` are those of the first step; `varies`: other steps have others.
+    """
     derived = accumulation_of_world(sequences, micro_sequences, world_size) if world_size else None
     problems = [
         *_auto_values(config, name),
         *_top_level(config, name),
         *_unknown_subkeys(config, name),
         *_wrong_values(config, name),
-        *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived),
+        *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived, varies),
         *_optimizer(config, name, run_name, peak),
         *_zero(config, name, world_size),
         *_pairs(config, name),
@@ -137,18 +141,25 @@ def _complaint(name: str, key: str, value: Any, kind: Kind) -> str:
 
 
 def _batch(
-    config: Mapping[str, Any], name: str, run_name: str, sequences: int, micro: int, accumulation: int | None
+    config: Mapping[str, Any],
+    name: str,
+    run_name: str,
+    sequences: int,
+    micro: int,
+    accumulation: int | None,
+    varies: bool,
 ) -> Iterator[str]:
     owned = (
         ("train_batch_size", sequences, "batch.tokens / seq_len"),
         ("train_micro_batch_size_per_gpu", micro, "batch.micro_sequences"),
         ("gradient_accumulation_steps", accumulation, "batch.tokens / (seq_len * micro_sequences * ranks)"),
     )
+    first = " in the first step, and others later: no number fits them all" if varies else ""
     for key, expected, source in owned:
         found = config.get(key)
         if COUNT.admits(found) and expected is not None and found != expected:
             yield (
-                f"{name} sets `{key}` = {found}, but {run_name} gives {expected} ({source}); "
+                f"{name} sets `{key}` = {found}, but {run_name} gives {expected} ({source}{first}); "
                 f"delete it from the JSON: the run file owns the batch"
             )
     if config.get("managed_gradient_accumulation") is True:

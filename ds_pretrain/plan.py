@@ -154,15 +154,15 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         raise InputError(problems)
     stages, sizes, _ = layout(run)
     timeline = make_timeline(stages, sizes, run.schedule.length)
-    sequences = run.batch.tokens // run.phases[0].seq_len
     problems += check_deepspeed(
         deepspeed,
         run.deepspeed,
         str(path),
         peak=run.schedule.peak,
-        sequences=sequences,
+        sequences=timeline.segments[0].sequences,
         micro_sequences=micro_sequences(run, run.phases[0]),
         accumulation=run.batch.accumulation,
+        varies=varies(run, timeline),
     )
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
@@ -230,6 +230,12 @@ def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) ->
     if isinstance(section, CosineSection):
         return Cosine(section.peak, length, warmup, section.floor)
     return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
+
+
+def varies(run: Run, timeline: Timeline) -> bool:
+    """True if steps, or their micro-batches, are not all of one size."""
+    micro = {phase.name: micro_sequences(run, phase) for phase in run.phases}
+    return len({(segment.sequences, micro[segment.phase]) for segment in timeline.segments}) > 1
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:

@@ -23,7 +23,7 @@ from ds_pretrain.known_bad import bad_versions, installed_versions
 from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
-from ds_pretrain.plan import Plan, check_world
+from ds_pretrain.plan import Plan, check_world, varies
 from ds_pretrain.rate_plot import rate_summary
 from ds_pretrain.reading import counted, listed
 from ds_pretrain.run_directory import directory_problems
@@ -105,9 +105,10 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
             plan.run.deepspeed,
             plan.run_path,
             peak=plan.run.schedule.peak,
-            sequences=plan.run.batch.tokens // plan.run.phases[0].seq_len,
+            sequences=plan.timeline.segments[0].sequences,
             micro_sequences=plan.micro_sequences(0),
             accumulation=plan.run.batch.accumulation,
+            varies=varies(plan.run, plan.timeline),
             world_size=world_size,
         )
     return list(dict.fromkeys(problems))

@@ -376,6 +376,6 @@ def test_bounds_that_no_document_keeps_are_told_as_such() -> None:
     view = "{ path = 'data/web', min_document_tokens = 5000, max_document_tokens = 100 }"
     [problem] = problems_of(MINIMAL, f"sources.web={view}")
     assert problem == (
-        "override of sources.web: `sources.web`: min_document_tokens = 5,000 is more than max_document_tokens "
-        "= 100, and no document is both; exchange them, or leave one out"
+        "override of sources.web: `sources.web`: min_document_tokens = 5,000 is more than max_document_"
+        "tokens = 100, and no document is both; exchange them, or leave one out"
     )

@@ -369,7 +369,24 @@ def test_learned_positions_must_reach_every_phase_and_held_out_text_too(tmp_path
 
 
 def test_p30_no_size_of_the_json_fits_what_a_ramp_is_not(tmp_path: Path) -> None:
+    """Steps have 8 sequences, and 4 in the second phase."""
     plan = _plan(tmp_path, deepspeed=deepspeed_json(train_batch_size=8))
     assert find_problems(plan, open_inputs(plan), 1, "here") == []
-    with pytest.raises(InputError, match="train_batch_size"):
+    with pytest.raises(InputError) as raised:
         _plan(tmp_path / "other", deepspeed=deepspeed_json(train_batch_size=4))
+    assert "sets `train_batch_size` = 4, but" in str(raised.value)
+    assert (
+        "gives 8 (batch.tokens / seq_len in the first step, and others later: no number fits them all); "
+        "delete it from the JSON: the run file owns the batch"
+    ) in str(raised.value)
+
+
+def test_p30_a_size_of_the_json_is_held_against_the_first_step_whatever_batch_the_first_phase_meets(
+    tmp_path: Path,
+) -> None:
+    """The ramp reaches batch.tokens in the second phase: the first has 4 sequences of 16 throughout."""
+    ramp = ("tokens = 128", 'ramp = { "0" = 64, "8 steps" = 128 }\ntokens = 128')
+    plan = _plan(tmp_path, ramp, deepspeed=deepspeed_json(train_batch_size=4))
+    assert find_problems(plan, open_inputs(plan), 1, "here") == []
+    with pytest.raises(InputError, match="gives 4 "):
+        _plan(tmp_path / "other", ramp, deepspeed=deepspeed_json(train_batch_size=8))
