@@ -17,6 +17,7 @@ from ds_pretrain.data.lengths import doublings
 from ds_pretrain.data.retrieval import NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
 from ds_pretrain.data.validation import ValidationSet, validation_batches
 from ds_pretrain.engine import Engine
+from ds_pretrain.models.documents import document_positions
 from ds_pretrain.models.loss import token_losses
 from ds_pretrain.record import IGNORED
 from ds_pretrain.world import World, gather_rows
@@ -91,9 +92,6 @@ def _token_losses(engine: Engine, micro: MicroBatch) -> torch.Tensor:
 
 def _positions(micro: MicroBatch) -> NDArray[np.int64]:
     """Of each token in its row, or in its document where these are told apart: [B, T]."""
-    place = np.broadcast_to(np.arange(micro.labels.shape[1]), tuple(micro.labels.shape))
     if micro.documents is None:
-        return place
-    documents = micro.documents.numpy()
-    begins = np.diff(documents, axis=1, prepend=-1) != 0  # [B, T]
-    return place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+        return np.broadcast_to(np.arange(micro.labels.shape[1]), tuple(micro.labels.shape))
+    return document_positions(micro.documents).numpy()

@@ -11,11 +11,11 @@ from pathlib import Path
 from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.config import HeldOutSection
 from ds_pretrain.curriculum import curriculum_lines, data_problems, model_problems
-from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.sources import check_source, describe_source
 from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
-from ds_pretrain.data.views import view
+from ds_pretrain.data.views import open_section
 from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
@@ -144,8 +144,7 @@ def _open_all(
     opened = {}
     for name, section in sections.items():
         try:
-            whole = open_source(section.path)
-            opened[name] = view(whole, section.min_document_tokens, section.max_document_tokens)
+            opened[name] = open_section(section)
         except InputError as error:
             problems += (f"{where}.{name}: {problem}" for problem in error.problems)
     return opened

@@ -262,11 +262,6 @@ def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
     return max(0, ceil(Fraction(tokens) / tokens_per_step))
 
 
-def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
-    """The timeline of a run with one phase and one batch size."""
-    return make_timeline([Stage(phase, seq_len)], [(parse_duration("0 steps"), seq_len * sequences)], length)
-
-
 def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
     """A duration in whole steps; a part of a step counts as one. Percent is of the run's `of_steps`."""
     if duration.unit == "steps":

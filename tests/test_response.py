@@ -17,8 +17,9 @@ from ds_pretrain.response import (
     skipped,
 )
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.timeline import Stage, make_timeline, parse_duration, single_phase
+from ds_pretrain.timeline import Stage, make_timeline, parse_duration
 from ds_pretrain.watchdog import Verdict
+from tests.timelines import single_phase
 
 CALM = [100, 150, 180, 190]
 SICK = Verdict("roll_back", "lasting_spike", 200, "the loss is high")

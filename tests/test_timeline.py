@@ -11,10 +11,10 @@ from ds_pretrain.timeline import (
     accumulation,
     parse_batch_tokens,
     parse_duration,
-    single_phase,
     to_steps,
     worlds_that_divide,
 )
+from tests.timelines import single_phase
 
 DURATIONS: dict[str, tuple[Fraction | int, Unit]] = {
     "1 step": (1, "steps"),

@@ -10,9 +10,9 @@ from ds_pretrain.checkpoint.layout import RUN_STATE, published, step_name
 from ds_pretrain.config import parse_run
 from ds_pretrain.cure import read_cure
 from ds_pretrain.curriculum import open_sampler
-from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler
-from ds_pretrain.data.views import view
+from ds_pretrain.data.views import open_section
 from ds_pretrain.errors import InputError
 from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.plan import Plan, load_plan
@@ -133,8 +133,7 @@ def _open_sources(plan: Plan) -> dict[str, TokenSource]:
     sources, problems = {}, []
     for name, section in plan.run.sources.items():
         try:
-            whole = open_source(section.path)
-            sources[name] = view(whole, section.min_document_tokens, section.max_document_tokens)
+            sources[name] = open_section(section)
         except InputError as error:
             problems += [f"sources.{name}: {problem}" for problem in error.problems]
     if problems:

@@ -207,16 +207,6 @@ class Saves:
         return self._root / f"{step_name(save.step)}{PARTIAL}"
 
 
-def save_now(
-    root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, world: World
-) -> Outcome:
-    """Save one checkpoint and wait for it. Collective."""
-    saves = Saves(Places(root, root), world, lambda step: None)
-    outcome = saves.begin(state, manifest, texts, engine) or saves.finish()
-    assert outcome is not None
-    return outcome
-
-
 def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
     """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each all or nothing.
 

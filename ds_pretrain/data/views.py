@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.indexed import TokenSource, file_of
+from ds_pretrain.config import HeldOutSection
+from ds_pretrain.data.indexed import TokenSource, file_of, open_source
 from ds_pretrain.errors import InputError
 
 _CHUNK = 1 << 18  # documents looked at at once, so that an index of any length needs little memory
@@ -57,6 +58,11 @@ class ChosenTokens:
         """Where a token lies in the corpus."""
         document = int(np.searchsorted(self.starts, token, side="right")) - 1
         return int(self.origins[document]) + token - int(self.starts[document])
+
+
+def open_section(section: HeldOutSection) -> TokenSource:
+    """A source as a run file has it. Raises InputError: it cannot be opened, or none of it is chosen."""
+    return view(open_source(section.path), section.min_document_tokens, section.max_document_tokens)
 
 
 def view(

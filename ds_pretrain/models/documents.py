@@ -55,6 +55,11 @@ def attention_inputs(
     )
 
 
+def document_positions(documents: Tensor) -> Tensor:
+    """[B, T] int64, the place of each token in its document; `documents` [B, T] as above."""
+    return _positions(_begins(documents))
+
+
 def document_inputs(config: Any, dtype: torch.dtype) -> Callable[[Tensor, torch.device], Mapping[str, Any]]:
     """`attention_inputs` of one model, as the engine takes it."""
     return lambda documents, device: attention_inputs(documents, config, dtype, device)

@@ -46,31 +46,6 @@ def has_qk_norm(model: nn.Module) -> bool:
     return any(name.rpartition(".")[2] in _NATIVE_NAMES for name, _ in model.named_modules())
 
 
-def qwen3_config(config_json: dict[str, Any]) -> dict[str, Any]:
-    """The Qwen3 config that computes what a Llama or Mistral with added QK-norm does, names included.
-
-    Raises:
-        InputError: the family, or a bias in its feed-forward part, has no counterpart in Qwen3.
-    """
-    family = config_json["model_type"]
-    if family not in ("llama", "mistral") or config_json.get("mlp_bias"):
-        raise InputError(
-            f'no architecture of Transformers is "{family}" with added QK-norm'
-            f"{' and mlp_bias' if config_json.get('mlp_bias') else ''}; "
-            "expected llama or mistral without mlp_bias, which Qwen3 can express"
-        )
-    from transformers import AutoConfig
-
-    known = AutoConfig.for_model(**config_json).to_dict()
-    window = known.get("sliding_window") if family == "mistral" else None
-    dropped = {"mlp_bias", "pretraining_tp", "sliding_window", "layer_types"}
-    kept = {key: value for key, value in known.items() if key not in dropped}
-    windowed = (
-        {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
-    )
-    return kept | windowed | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-
-
 def _add(model: Any) -> int:
     num_layers = 0
     for attention in list(model.modules()):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 SUFFIX = "inv_freq"
 
@@ -37,11 +37,6 @@ def restore_rotary(module: nn.Module, device: str | None = None) -> int:
             if name.endswith("attention_scaling"):  # one, or one a kind of layer
                 setattr(rotary, name, value)
     return num_restored
-
-
-def rotary_tables(module: nn.Module) -> dict[str, Tensor]:
-    """The rotary frequencies of `module` by name."""
-    return {name: table for name, table in module.named_buffers() if name.endswith(SUFFIX)}
 
 
 def rotary_modules(module: nn.Module) -> Iterator[nn.Module]:

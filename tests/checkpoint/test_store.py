@@ -14,7 +14,7 @@ from ds_pretrain.checkpoint import places, saves, snapshot, store
 from ds_pretrain.checkpoint.layout import parse_manifest, published, step_name
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
-from ds_pretrain.checkpoint.saves import Outcome, Saves, save_now
+from ds_pretrain.checkpoint.saves import Outcome, Saves
 from ds_pretrain.errors import InputError, RunError
 from ds_pretrain.files import Capture
 from ds_pretrain.healing import saved_steps
@@ -78,7 +78,10 @@ class FullDisk(SmallShards):
 def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> Outcome:
     manifest = replace(MANIFEST, step=step, world_size=world.size, files={})
     state = RunState(step, SkipLedger((Skip("main", 0, 5, "spike", 1, 1),)))
-    return save_now(root, state, manifest, TEXTS, shards or SmallShards(world), world)
+    saves = Saves(Places(root, root), world, lambda step: None)
+    outcome = saves.begin(state, manifest, TEXTS, shards or SmallShards(world)) or saves.finish()
+    assert outcome is not None
+    return outcome
 
 
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:

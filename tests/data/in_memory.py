@@ -8,8 +8,9 @@ import numpy as np
 from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.timeline import Timeline, parse_duration, single_phase
+from ds_pretrain.timeline import Timeline, parse_duration
 from ds_pretrain.world import World
+from tests.timelines import single_phase
 
 SEQ_LEN = 4
 

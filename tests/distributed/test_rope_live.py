@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ds_pretrain.config import RopeSection
-from ds_pretrain.models.rope import rotary_tables
 from ds_pretrain.models.rope_check import TOLERANCE, check_rope
 from ds_pretrain.models.rope_live import apply_rope
 from ds_pretrain.models.rope_settings import with_rope
@@ -16,6 +15,7 @@ from ds_pretrain.opening import open_run_engine
 from ds_pretrain.plan import load_plan
 from ds_pretrain.world import World
 from tests.distributed.small import NO_DROPOUT, step_on, uneven_batch, whole_weights
+from tests.models.tiny import rotary_tables
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json, make_run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_pretrain.models.rope import restore_rotary, rotary_tables
+from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.world import World
 from tests.models import tiny
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ Tables = dict[str, list[float]]
 
 
 def _tables(model: nn.Module) -> Tables:
-    return {name: table.double().tolist() for name, table in rotary_tables(model).items()}
+    return {name: table.double().tolist() for name, table in tiny.rotary_tables(model).items()}
 
 
 def _opened(world: World, stage: int) -> tuple[Tables, Tables, int]:
@@ -50,7 +50,7 @@ def _opened(world: World, stage: int) -> tuple[Tables, Tables, int]:
     num_restored = restore_rotary(engine.module)
     engine.backward(engine(torch.randint(0, 512, (1, 32))).logits.float().square().mean())
     engine.step()
-    assert all(table.dtype == torch.float32 for table in rotary_tables(model).values())
+    assert all(table.dtype == torch.float32 for table in tiny.rotary_tables(model).values())
     return left, _tables(model), num_restored
 
 
@@ -85,11 +85,11 @@ def test_construction_under_zero3_alone_would_round_the_frequencies() -> None:
 @pytest.mark.parametrize("config", [tiny.GEMMA3, SCALED], ids=["one theta a layer type", "scaled"])
 def test_frequencies_of_other_kinds_come_back_to_what_their_family_computes(config: dict[str, Any]) -> None:
     model = tiny.built(config).module
-    before = {name: table.clone() for name, table in rotary_tables(model).items()}
+    before = {name: table.clone() for name, table in tiny.rotary_tables(model).items()}
     assert len(before) in (2, 4)
     model.bfloat16()
     assert restore_rotary(model) == len(before)
-    for name, table in rotary_tables(model).items():
+    for name, table in tiny.rotary_tables(model).items():
         assert torch.equal(table, before[name])
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from ds_pretrain.config import RopeSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.models import rope_live
-from ds_pretrain.models.rope import rotary_tables
 from ds_pretrain.models.rope_check import TOLERANCE, RopeCheck, check_rope
 from ds_pretrain.models.rope_live import apply_rope, rehearse_rope
 from ds_pretrain.models.rope_reference import reference_frequencies, reference_scale
@@ -64,7 +63,7 @@ def _state(module: Any) -> tuple[dict[str, list[float]], dict[str, Any], dict[st
         for name, part in module.named_modules()
         if "rotary" in name
     }
-    tables = {name: table.tolist() for name, table in rotary_tables(module).items()}
+    tables = {name: table.tolist() for name, table in tiny.rotary_tables(module).items()}
     return tables, module.config.to_dict(), plain
 
 
@@ -77,13 +76,13 @@ def test_p58_a_live_change_equals_a_fresh_build_bit_for_bit_and_fp64_within_a_th
     live, fresh = _made(before), _made(after)
     tokens = torch.randint(0, 512, (2, 48))
     unchanged = live(tokens).logits
-    assert apply_rope(live, after) == len(rotary_tables(live))
+    assert apply_rope(live, after) == len(tiny.rotary_tables(live))
     assert _state(live) == _state(fresh)
     assert torch.equal(live(tokens).logits, fresh(tokens).logits)
     assert not torch.equal(live(tokens).logits, unchanged)
     check = check_rope(live)
     assert (check.problems, check.unchecked) == ((), ())
-    assert check.num_tables == len(rotary_tables(live))
+    assert check.num_tables == len(tiny.rotary_tables(live))
     assert check.worst_error < 5e-3  # at position 262,143, where fp32 itself cannot hold an angle better
     near = _made(with_rope(before, rope, 8192))
     assert 0 < check_rope(near).worst_error < TOLERANCE

@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ds_pretrain.models.build import BuiltModel, build_model
+from ds_pretrain.models.rope import SUFFIX
 from ds_pretrain.world import World
 
 ROTARY = {
@@ -80,3 +82,8 @@ def built_under_zero3(world: World, config: dict[str, Any], dtype: torch.dtype, 
 
     options = {"partition": partition, "gather": gather} | options
     return built(config, dtype=dtype, world=world, **options)
+
+
+def rotary_tables(module: nn.Module) -> dict[str, Tensor]:
+    """The rotary frequencies of `module` by name."""
+    return {name: table for name, table in module.named_buffers() if name.endswith(SUFFIX)}

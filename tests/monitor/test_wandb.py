@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener, points
-from ds_pretrain.timeline import parse_duration, single_phase
+from ds_pretrain.timeline import parse_duration
 from ds_pretrain.world import World
 from tests.monitor.wandb_files import offline_runs
 from tests.ranks import run_ranks
+from tests.timelines import single_phase
 
 QUICK = Patience(first_pause=0.01, longest_pause=0.05, stalled=0.05, finish=0.3, queue=5, tries=3)
 RUN = WandbRun(id="run-id-1", project="tests", name="small", mode="offline")
