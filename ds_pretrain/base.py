@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_pretrain.errors import InputError
+from ds_pretrain.reading import parse_json, read_text, shown
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file
@@ -25,6 +26,7 @@ class Stored:
 
     file: Path
     shape: tuple[int, ...]
+    kind: str  # of its numbers, as the format names them: F32, BF16, I64, ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read_base(folder: Path, setting: str) -> Base:
             problems.append(f"{setting}: {file} cannot be used ({error}); download it again")
             continue
         tensors |= {
-            name: Stored(file, tuple(entry["shape"]))
+            name: Stored(file, tuple(entry["shape"]), entry["dtype"])
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -71,11 +73,7 @@ def read_base(folder: Path, setting: str) -> Base:
 
 def _files(folder: Path, setting: str) -> list[Path]:
     if (folder / _INDEX).is_file():
-        try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-            return [folder / name for name in sorted(set(index["weight_map"].values()))]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{setting}: {folder / _INDEX} cannot be read ({error!r})") from error
+        return [folder / name for name in _indexed(folder / _INDEX, setting)]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickles = any(folder.glob("pytorch_model*.bin"))
@@ -86,14 +84,31 @@ def _files(folder: Path, setting: str) -> list[Path]:
     )
 
 
+def _indexed(path: Path, setting: str) -> list[str]:
+    """The files that an index names."""
+    index = parse_json(read_text(path, setting), f"{setting}: {path}")
+    files = index.get("weight_map")
+    if isinstance(files, Mapping) and files and all(isinstance(file, str) for file in files.values()):
+        return sorted(set(files.values()))
+    found = f"found {shown(files)}" if "weight_map" in index else f"it has {shown(list(index))} alone"
+    raise InputError(
+        f'{setting}: {path} should have a "weight_map", which says in which file each tensor is; {found}: '
+        "download it again"
+    )
+
+
 def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", _exactly(opened.read(8), 8))
         if length > _MOST_HEADER_BYTES:
             raise ValueError("it does not begin as a safetensors file does")
         header = json.loads(_exactly(opened.read(length), length))
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    end = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+    try:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+        assert all(isinstance(entry["dtype"], str) and isinstance(entry["shape"], list) for entry in entries)
+    except (AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError("its header is not one of safetensors") from error
     if (size := file.stat().st_size) != end:
         raise ValueError(f"it has {size:,} bytes, its header says {end:,}")
     return dict(header)

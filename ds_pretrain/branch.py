@@ -103,7 +103,8 @@ def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> 
             f"{plan.run_path}: resume_from = {section.resume_from} names another beginning than --at; "
             "delete it"
         )
-    if step >= plan.last_step:
+    is_over = step >= plan.last_step
+    if is_over:
         yield (
             f"{plan.run_path}: schedule.length = {section.schedule.length} ends at step {plan.last_step:,}, "
             f"and the branch begins at step {step:,}: nothing is left to train; it counts from the parent's "
@@ -119,9 +120,10 @@ def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> 
         yield from (f"{plan.run_path}: {problem}" for problem in inside)
     elif (problem := occupied_problem(plan) or _shipped_problem(plan)) is not None:
         yield problem
-    else:
+    elif not is_over:
         yield from find_problems(plan, inputs, None, "the branch")
-    yield from differences(plan, record, inputs.data)
+    if not is_over:  # else that is what differs
+        yield from differences(plan, record, inputs.data)
 
 
 def _shipped_problem(plan: Plan) -> str | None:

@@ -1,7 +1,7 @@
 """`ds-pretrain checkpoints RUN ...`: what a person may ask about checkpoints, and do to them."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,11 +143,12 @@ def _pin_there(remote: "Remote", names: list[str]) -> int:
 
 
 def _unpin_there(remote: "Remote", names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import PINNED
+    from ds_pretrain.checkpoint.retention import PINNED, noted_branches
 
     step = _step_there(remote, names[0])
+    branched = noted_branches(remote.read(step, PINNED) or b"")
     remote.remove(step, PINNED)
-    print(f"step {step:,} is pruned in its turn at {remote.place}")
+    print(f"step {step:,} is pruned in its turn at {remote.place}{_branched_words(branched)}")
     return 0
 
 
@@ -214,12 +215,24 @@ def _pin(root: Path, names: list[str]) -> int:
 
 
 def _unpin(root: Path, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import pin
+    from ds_pretrain.checkpoint.retention import branches, pin
 
     folder = _chosen(root, names[0])
+    branched = branches(folder)
     pin(folder, False)
-    print(f"{folder.name} is pruned in its turn")
+    print(f"{folder.name} is pruned in its turn{_branched_words(branched)}")
     return 0
+
+
+def _branched_words(branched: Sequence[tuple[str, str]]) -> str:
+    """Of the runs that the pin was for: what becomes of them."""
+    if not branched:
+        return ""
+    runs = ", ".join(f"{name} ({out})" for name, out in branched)
+    return (
+        f"; it was pinned because {runs} began from it: what a branch needs lies in its own run "
+        "directory, and its lineage will name a checkpoint that is gone"
+    )
 
 
 def _universal(root: Path, names: list[str]) -> int:

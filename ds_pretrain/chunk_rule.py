@@ -48,19 +48,22 @@ def _chunk_problems(
         )
 
 
-def changed_chunks(old: Mapping[str, int], new: Mapping[str, int]) -> list[str]:
-    """Why a run cannot go on with other chunks; `old` holds the sources that something was read of."""
+def changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
+    """Why a run cannot go on with other chunks; `old` holds the sources that something was read of.
+
+    One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
+    """
     return [
         f"sources.{name} was read in chunks of {old[name]:,} tokens, and would go on in chunks of "
-        f"{new[name]:,}: what was read would be read again, and other tokens left out; set "
+        f"{tokens:,}: what was read would be read again, and other tokens left out; set "
         f"sources.{name}.chunk_tokens = {old[name]}"
         + (
             ""
-            if new[name] < old[name]
+            if tokens < old[name]
             else ", and give the phase with longer sequences a source of another name with the same path"
         )
-        for name in old
-        if name in new and new[name] != old[name]
+        for name, tokens in new.items()
+        if tokens is not None and name in old and tokens != old[name]
     ]
 
 

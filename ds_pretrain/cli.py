@@ -1,11 +1,13 @@
 """The `ds-pretrain` command: parsing, and one call each."""
 
 import argparse
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.checkpoint_commands import add_arguments as add_checkpoint_arguments
@@ -25,20 +27,48 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit code of the process (errors.py has the table)."""
+    """Run one sub-command; the exit code of the process (errors.py has the table).
+
+    Where nobody reads on, as behind `| head`, it ends in silence, with the code of a process that died of it.
+    """
     words = _parse(argv)
     try:
         code: int = words.call(words)
+        sys.stdout.flush()
     except RunError as error:
-        print(f"ds-pretrain: {error}", file=sys.stderr)
+        _tell(error)
         return error.exit_code
     except OSError as error:  # of a disk or a store; what a program of ours says of it is a RunError
-        print(f"ds-pretrain: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            return 128 + signal.SIGPIPE
+        _tell(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("ds-pretrain: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 128 + signal.SIGINT
     return code
+
+
+def _tell(what: object) -> None:
+    try:
+        print(f"ds-pretrain: {what}", file=sys.stderr)
+    except BrokenPipeError:
+        _is_unread(sys.stderr)
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """True if the reader of a stream has gone: what is left in it then goes nowhere, also at the exit."""
+    try:
+        watched = select.poll()
+        watched.register(stream.fileno(), 0)
+    except (OSError, ValueError):  # no file at all
+        return False
+    if not any(state & select.POLLERR for _, state in watched.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    return True
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

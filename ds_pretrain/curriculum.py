@@ -145,7 +145,8 @@ def _length_problems(plan: Plan, phase: PhaseSection, where: str) -> Iterator[st
     key = "max_position_embeddings" if "max_position_embeddings" in plan.model else "n_positions"
     limit, seq_len = plan.model.get(key), phase.seq_len
     if isinstance(limit, int) and seq_len > limit:
-        yield (
-            f"{where}.seq_len = {seq_len:,} is longer than {key} = {limit:,} in {plan.run.model.config}; "
-            "raise the one or lower the other"
-        )
+        ways = "raise the one or lower the other"
+        if has_rope(plan.model):
+            ways += f", or extend the model with phases.{phase.name}.rope (a theta, or a kind with a factor)"
+        length = f"{where}.seq_len = {seq_len:,}"
+        yield f"{length} is longer than {key} = {limit:,} in {plan.run.model.config}; {ways}"

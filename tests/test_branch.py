@@ -134,6 +134,15 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
         f"step 4 is pinned: cool ({tmp_path}/cool) began from it",
         f"step 4 is pinned: other ({tmp_path}/other) began from it",
     ]
+    mark = (theirs / PINNED).read_bytes()
+    for _ in range(2):  # the second time it is pinned for nobody
+        assert main(["checkpoints", str(out), "unpin", "4"]) == 0
+    said, again = capsys.readouterr().out.splitlines()
+    assert (
+        f"in its turn; it was pinned because cool ({tmp_path}/cool), other ({tmp_path}/other) began" in said
+    )
+    assert again == f"{step_name(4)} is pruned in its turn"
+    (theirs / PINNED).write_bytes(mark)
     prune(root, keep=1, keep_every=None, tell=print)
     assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
     line = (
@@ -314,6 +323,15 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_left_behind(
     assert contents(tmp_path) == before
 
 
+def test_where_nothing_is_left_to_train_that_alone_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_parent(tmp_path)
+    said = refusal(capsys, words(tmp_path, 8, "schedule.length=8 steps"))
+    assert "nothing is left to train" in said
+    assert "problems:" not in said  # the past differs, too: it had no decay at these steps
+
+
 def test_a_step_in_the_parents_decay_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_parent(tmp_path)
     command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_sequences=1")
@@ -383,6 +401,8 @@ def test_a_parent_at_a_url_is_fetched_and_verified(
     assert f"at step 8: {place}/{step_name(8)} (run parent-id, manifest" in capsys.readouterr().out
     kept = main(["checkpoints", str(tmp_path / "run.toml"), "--shipped"])
     assert (kept, "pinned" in capsys.readouterr().out) == (0, True)
+    assert main(["checkpoints", str(tmp_path / "run.toml"), "unpin", "8", "--shipped"]) == 0
+    assert f"it was pinned because cool ({tmp_path}/cool) began from it" in capsys.readouterr().out
     # The place itself may be named, and is the parent's alone.
     other = [command[0], place, *command[2:], "name=other", f"out={tmp_path}/other"]
     assert main(other) == 0

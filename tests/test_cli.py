@@ -1,5 +1,8 @@
 """What the `train` and `verify-resume` commands make of their words."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,21 @@ def test_verify_resume_finds_problems_before_anything_is_launched(
     assert "world sizes that do: 1, 2, 4" in capsys.readouterr().err
     assert launched == []
     assert not (tmp_path / "out.verify-resume").exists()
+
+
+def _unread(words: list[str], *streams: str) -> subprocess.CompletedProcess[bytes]:
+    """A command whose named streams have no reader any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = {name: writer if name in streams else subprocess.PIPE for name in ("stdout", "stderr")}
+    ended = subprocess.run([sys.executable, "-m", "ds_pretrain", *words], check=False, **given)
+    os.close(writer)
+    return ended
+
+
+def test_a_command_that_nobody_reads_any_more_ends_in_silence(tmp_path: Path) -> None:
+    run_file = str(make_run(tmp_path))
+    (tmp_path / "out").mkdir()
+    ended = _unread(["checkpoints", run_file], "stdout")
+    assert (ended.returncode, ended.stderr) == (128 + 13, b"")
+    assert _unread(["checkpoints", run_file, "pin"], "stdout", "stderr").returncode == 2

@@ -129,7 +129,10 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(tmp_path: Path) 
     assert problem.startswith(
         f"{run_file}: phases.main.seq_len = 256 is longer than max_position_embeddings = 128 in {tmp_path}"
     )
-    assert problem.endswith("raise the one or lower the other")
+    assert problem.endswith(
+        "raise the one or lower the other, or extend the model with phases.main.rope (a theta, or a kind "
+        "with a factor)"
+    )
 
 
 def test_a_source_too_rare_to_be_drawn_is_refused(tmp_path: Path) -> None:

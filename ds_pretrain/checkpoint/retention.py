@@ -90,9 +90,17 @@ def note_branch(folder: Path, name: str, out: str) -> None:
 def branches(folder: Path) -> list[tuple[str, str]]:
     """The runs that a checkpoint was pinned for: name and run directory of each."""
     try:
-        lines = [json.loads(line) for line in (folder / PINNED).read_text(encoding="utf-8").splitlines()]
+        return noted_branches((folder / PINNED).read_bytes())
+    except OSError:
+        return []
+
+
+def noted_branches(mark: bytes) -> list[tuple[str, str]]:
+    """The same, from the content of the mark."""
+    try:
+        lines = [json.loads(line) for line in mark.decode().splitlines()]
         return [(str(line["name"]), str(line["out"])) for line in lines]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return []
 
 

@@ -17,6 +17,12 @@ from ds_pretrain.world import World, from_main, gather_objects
 
 # Buffers that older files hold and models compute themselves: causal masks and rotary tables.
 _COMPUTED = re.compile(r"(^|\.)(attn\.(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_KINDS = (
+    "F32",
+    "BF16",
+    "F16",
+    "F64",
+)  # what a weight may be stored as; other numbers need a scale, or are none
 _SHOWN = 5  # names in a message
 
 
@@ -63,7 +69,7 @@ def _read(file: Path, name: str, dtype: torch.dtype) -> Tensor | str:
 
 
 def base_problems(model: Any, base: Base) -> list[str]:
-    """Parameters that `base` lacks or has in another shape, and tensors that the model has no place for.
+    """Parameters that `base` lacks, or has in another shape or as no plain numbers, and surplus tensors.
 
     Also a tied output head that the file has with other values than the embedding's.
     """
@@ -76,6 +82,12 @@ def base_problems(model: Any, base: Base) -> list[str]:
         for key in stored
         if base.tensors[key].shape != shapes[name]
     ]
+    coded = [
+        f"{key} ({base.tensors[key].kind})"
+        for stored in names.values()
+        for key in stored
+        if base.tensors[key].kind not in _KINDS
+    ]
     used = {key for stored in names.values() for key in stored}
     surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
     problems = [
@@ -83,6 +95,12 @@ def base_problems(model: Any, base: Base) -> list[str]:
         for found, what in ((missing, "lacks"), (other, "has in another shape"))
         if found
     ]
+    if coded:
+        problems.append(
+            f"model.from: {base.folder} has {len(coded)} of the model's tensors as numbers that no weights "
+            f"are trained as: {_listed(coded)}; expected {', '.join(_KINDS)}: take the model from before it "
+            "was quantized"
+        )
     if surplus:
         problems.append(
             f"model.from: {base.folder} has {len(surplus)} tensors that the model of its config.json has no "

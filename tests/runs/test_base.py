@@ -315,8 +315,57 @@ def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
     assert "model.safetensors or model.safetensors.index.json, and has neither" in refusal(capsys, run_file)
     (tmp_path / "base" / "pytorch_model.bin").touch()
     assert "has only pickles (pytorch_model.bin), which can run code; convert" in refusal(capsys, run_file)
-    (tmp_path / "base" / "model.safetensors.index.json").write_text("[]")
-    assert "model.safetensors.index.json cannot be read" in refusal(capsys, run_file)
+    index = tmp_path / "base" / "model.safetensors.index.json"
+    for text, reason in (
+        ("[]", "must hold one JSON object, found a list"),
+        ("{", "is not valid JSON"),
+        (
+            '{"metadata": {}}',
+            'should have a "weight_map", which says in which file each tensor is; it has ["met',
+        ),
+        ('{"weight_map": {"a": 3}}', 'each tensor is; found {"a": 3}: download it again'),
+        ('{"weight_map": {}}', "each tensor is; found {}: download it again"),
+    ):
+        index.write_text(text)
+        said = refusal(capsys, run_file)
+        assert f"model.from: {index} " in said
+        assert reason in said
+
+
+@pytest.mark.parametrize("entry", ["[]", "{}", '{"dtype": 3, "shape": [1], "data_offsets": [0, 4]}'])
+def test_a_header_that_is_none_of_safetensors_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: str
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    header = f'{{"a": {entry}}}'.encode()
+    file = tmp_path / "base" / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert f"{file} cannot be used (its header is not one of safetensors); download" in refusal(
+        capsys, run_file
+    )
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_that_are_codes_are_refused_by_their_headers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype, kind: str
+) -> None:
+    make_base(tmp_path / "base", "llama")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(dtype)}, file)
+    run_file = make_run_from(tmp_path, tmp_path / "base")
+    said = refusal(capsys, run_file)
+    assert (
+        f"has 1 of the model's tensors as numbers that no weights are trained as: {name} ({kind}); " in said
+    )
+    assert "expected F32, BF16, F16, F64: take the model from before it was quantized" in said
+    [ended] = run_ranks(start, 1, str(run_file))
+    assert (ended.code, ended.stderr) == (EXIT_BAD_INPUT, said.replace("ds-pretrain: ", "ds_pretrain: "))
+    for taken in (torch.float16, torch.bfloat16, torch.float64):
+        save_file({key: tensor.to(taken) for key, tensor in tensors.items()}, file)
+        assert main(["check", str(run_file)]) == 0
 
 
 def test_what_does_not_go_with_the_learned_weights_is_refused(
