@@ -23,6 +23,7 @@ from ds_pretrain.known_bad import bad_versions, installed_versions
 from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
+from ds_pretrain.models.rope_change import rope_value_problems
 from ds_pretrain.plan import Plan, check_world, varies
 from ds_pretrain.rate_plot import rate_summary
 from ds_pretrain.reading import counted, listed
@@ -85,6 +86,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
+    problems += rope_value_problems(plan.model, plan.run.model.config)
     problems += model_problems(plan)
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)

@@ -307,3 +307,11 @@ def test_a_limit_within_the_usual_norms_is_refused(tmp_path: Path) -> None:
         f"{run_file}: watchdog.drop_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so norms that count as "
         "usual would be dropped, and the spread would shrink with each; raise the one or lower the other"
     ]
+
+
+def test_rotary_values_of_the_model_config_are_looked_at(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 1.0}))
+    plan = load_plan(run_file)
+    assert any('"rope_theta" = 1: expected 2' in p for p in find_problems(plan, open_inputs(plan), 1, "here"))

@@ -16,6 +16,7 @@ from ds_pretrain.models.rope_settings import (
     rope_state,
     with_rope,
 )
+from ds_pretrain.reading import shown
 
 _KEYS_OF = {  # what a phase may name besides kind and theta
     "default": (),
@@ -26,6 +27,9 @@ _KEYS_OF = {  # what a phase may name besides kind and theta
     "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
 }
 _SCALING_FIELDS = ("factor", "original_length", "low_freq_factor", "high_freq_factor")
+# Where tables in fp32 hold what fp64 gives (rope_check.py): below, frequencies are nearly one, and the
+# rounding of distant angles shows in all; above, the slowest, 1 / (theta factor), has no digits left in fp32.
+LEAST_THETA, MOST_THETA, MOST_FACTOR = 2.0, 1e30, 1e6
 _EXTENDS = ("yarn", "llama3")  # from the original length to factor times as much
 
 
@@ -50,12 +54,40 @@ def rope_change_problems(
         return [f"{where}: {problem}"]
     kind = rope.kind or before.kind
     problems = [
+        *_value_problems(rope.theta, rope.factor, f"{where}.theta", f"{where}.factor"),
         *_foreign_keys(rope, before, kind, where),
         *_unread_kind(model, rope, where),
         *_factor_problems(rope, before, kind, seq_len, where),
         *_original_length_problems(rope, before, where),
     ]
     return problems or [*_length_problems(model, rope, seq_len, where)]
+
+
+def rope_value_problems(model: Mapping[str, Any], name: str) -> list[str]:
+    """Rotary parameters of a model config that no fp32 table holds; `name` names the file."""
+    if not has_rope(model):
+        return []
+    try:
+        state = rope_state(model)
+        factor = None if state.factor is None else float(state.factor)
+    except (TypeError, ValueError):
+        keys = ("rope_theta", "rope_scaling", "rope_parameters")
+        found = {key: model[key] for key in keys if key in model}
+        return [f"{name}: rotary parameters should be numbers, found {shown(found)}"]
+    return [*_value_problems(state.theta, factor, f'{name}: "rope_theta"', f'{name}: "factor"')]
+
+
+def _value_problems(
+    theta: float | None, factor: float | None, theta_name: str, factor_name: str
+) -> Iterator[str]:
+    """A base or a factor for which there are no sound tables."""
+    if theta is not None and not LEAST_THETA <= theta <= MOST_THETA:
+        yield (
+            f"{theta_name} = {theta:g}: expected {LEAST_THETA:g} to {MOST_THETA:g}, where tables in fp32 are "
+            "exact; usual are 10,000 to 1e8"
+        )
+    if factor is not None and factor > MOST_FACTOR:
+        yield f"{factor_name} = {factor:g}: expected at most {MOST_FACTOR:g}, how many times longer it gets"
 
 
 def rope_change_warnings(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ds_pretrain.config import RopeSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.models import rope_live
+from ds_pretrain.models.rope_change import LEAST_THETA, MOST_FACTOR, MOST_THETA
 from ds_pretrain.models.rope_check import TOLERANCE, RopeCheck, check_rope
 from ds_pretrain.models.rope_live import apply_rope, rehearse_rope
 from ds_pretrain.models.rope_reference import reference_frequencies, reference_scale
@@ -337,3 +338,12 @@ def test_a_rehearsal_needs_no_weights_and_finds_what_a_family_does_not_read() ->
     assert rehearse_rope({"model_type": "ministral3"} | tiny.ROTARY).problems == ()  # yarn, of its own
     with pytest.raises(InputError, match=r'"mixtral" cannot be built with rotary parameters .*TypeError'):
         rehearse_rope(with_rope(tiny.MIXTRAL, RopeSection(kind="yarn", factor=2.0), 65_536))
+
+
+@pytest.mark.parametrize("theta", [LEAST_THETA, MOST_THETA])
+@pytest.mark.parametrize("factor", [1.0, MOST_FACTOR])
+def test_p58_tables_are_sound_at_the_bounds_of_what_a_phase_may_name(theta: float, factor: float) -> None:
+    for kind in ("default", "yarn", "llama3"):
+        rope = RopeSection(kind=kind, theta=theta, factor=None if kind == "default" else factor)  # type: ignore[arg-type]
+        model = with_rope(tiny.LLAMA | {"head_dim": 128, "max_position_embeddings": 64}, rope, 64)
+        assert check_rope(_made(model)).problems == (), kind

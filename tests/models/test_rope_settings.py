@@ -7,7 +7,11 @@ import pytest
 
 from ds_pretrain.config import RopeSection
 from ds_pretrain.models.check import check_model
-from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
+from ds_pretrain.models.rope_change import (
+    rope_change_problems,
+    rope_change_warnings,
+    rope_value_problems,
+)
 from ds_pretrain.models.rope_settings import describe_rope, rope_state, with_rope
 from tests.models import tiny
 
@@ -338,6 +342,30 @@ def test_p58_a_scaling_must_start_from_the_length_before_the_extension() -> None
 def test_several_problems_are_told_at_once() -> None:
     rope = RopeSection(kind="yarn", high_freq_factor=4.0, original_length=99)
     assert len(_problems(NEW, rope, 8192)) == 3
+
+
+@pytest.mark.parametrize("theta", [1e-300, 0.5, 1.0, 1.5, 1e31, 1e300])
+@pytest.mark.parametrize("kind", ["default", "yarn", "llama3"])
+def test_p58_a_theta_without_sound_tables_is_refused(kind: Any, theta: float) -> None:
+    """At 1 YaRN divides by zero, and beyond 1e30 the slowest frequencies are no numbers in fp32."""
+    factor = None if kind == "default" else 4.0
+    [problem] = _problems(tiny.LLAMA, RopeSection(kind=kind, theta=theta, factor=factor), 64)
+    assert problem == (
+        f"long.rope.theta = {theta:g}: expected 2 to 1e+30, where tables in fp32 are exact; usual are "
+        "10,000 to 1e8"
+    )
+
+
+def test_p58_a_factor_without_sound_tables_is_refused_and_so_are_values_of_the_config() -> None:
+    [problem] = _problems(tiny.LLAMA, RopeSection(kind="yarn", factor=1e300), 64)
+    assert problem.startswith("long.rope.factor = 1e+300: expected at most 1e+06, how many times")
+    old = tiny.LLAMA | {"rope_theta": 1.0, "rope_scaling": {"rope_type": "linear", "factor": 1e9}}
+    theta, factor = rope_value_problems(old, "m.json")
+    assert theta.startswith('m.json: "rope_theta" = 1: expected 2 to')
+    assert factor.startswith('m.json: "factor" = 1e+09: expected at most')
+    [words] = rope_value_problems(tiny.LLAMA | {"rope_theta": "many"}, "m.json")
+    assert words == 'm.json: rotary parameters should be numbers, found {"rope_theta": "many"}'
+    assert rope_value_problems(tiny.LLAMA, "m.json") == rope_value_problems(tiny.GPT2, "m.json") == []
 
 
 def test_longer_sequences_with_nothing_done_for_them_are_warned_of() -> None:
