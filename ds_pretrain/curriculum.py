@@ -12,6 +12,7 @@ from ds_pretrain.data.lengths import SHORTEST_PROMPT
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.errors import InputError
+from ds_pretrain.meaning import phase_configs
 from ds_pretrain.models.masking_check import masking_problems
 from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
 from ds_pretrain.models.rope_settings import describe_rope, has_rope, with_rope
@@ -22,11 +23,7 @@ from ds_pretrain.state import SkipLedger
 
 def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
     """The model config of each phase: that of the phase before, with its own rotary positions and length."""
-    models, model = {}, dict(plan.model)
-    for phase in plan.run.phases:
-        model = with_rope(model, phase.rope, phase.seq_len)
-        models[phase.name] = model
-    return models
+    return phase_configs(plan.model, ((phase.name, phase.rope, phase.seq_len) for phase in plan.run.phases))
 
 
 def model_text(plan: Plan, step: int) -> str:

@@ -60,13 +60,32 @@ def _phase(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def with_unit(path: str, value: Any) -> str:
-    """A value of an identity as a person reads it: `200 steps`, not `200`."""
+    """A value of an identity as a person reads it: `200 steps`, not `200`; never a dictionary."""
     if value is None:
         return "not there"
+    if isinstance(value, Mapping):
+        if {"first_step", "seq_len", "mixture"} <= value.keys():
+            return _phase_words(value)
+        given = {key: item for key, item in value.items() if item is not None}
+        return (
+            ", ".join(f"{key} {with_unit(f'{path}.{key}', item)}" for key, item in given.items()) or "empty"
+        )
+    if path == "batch.ramp":
+        return ", ".join(f"{tokens:,} tokens from step {step:,} on" for step, tokens in value)
+    if path.startswith("chunk_tokens.") and isinstance(value, int):
+        return f"{value:,} tokens"
+    if isinstance(value, float) and "rope." in path:
+        return f"{value:.10g}"
     unit = "steps" if path.endswith(".first_step") else _UNITS.get(path)
     if unit is None or not isinstance(value, int) or isinstance(value, bool):
         return shown(value)
     return f"{value:,} {unit[:-1] if value == 1 else unit}"
+
+
+def _phase_words(phase: Mapping[str, Any]) -> str:
+    mixture = ", ".join(f"{weight:g} {name}" for name, weight in phase["mixture"].items())
+    words = f"sequences of {phase['seq_len']:,} tokens of {mixture}, from step {phase['first_step']:,} on"
+    return f"{words} (rope {with_unit('rope', phase['rope'])})" if phase.get("rope") else words
 
 
 def _trajectory_of(deepspeed: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +15,7 @@ from ds_pretrain.chunk_rule import chunk_lengths
 from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
 from ds_pretrain.errors import InputError
-from ds_pretrain.past import changed_fields
-from ds_pretrain.reading import counted, listed, parse_json, read_text, shown
+from ds_pretrain.reading import counted, listed, parse_json, read_text
 from ds_pretrain.response import Ladder
 from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
 from ds_pretrain.run_problems import (
@@ -204,23 +203,9 @@ def _read_named(
     try:
         if run.model.base is not None:
             base = read_base(Path(run.model.base), f"{path}: model.from")
-            problems += _other_config(run, model, path)
     except InputError as error:
         problems += error.problems
     return texts, deepspeed, model, base, problems
-
-
-def _other_config(run: Run, model: Mapping[str, Any], path: str) -> Iterator[str]:
-    """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
-    own = Path(run.model.base or "") / "config.json"
-    if not model or own == Path(run.model.config):
-        return
-    theirs = parse_json(read_text(own, f"{path}: model.from"), str(own))
-    for key, (before, now) in changed_fields(theirs, model).items():
-        yield (
-            f"{path}: model.config = {run.model.config} says {key} = {shown(now)}, and {own} says "
-            f"{shown(before)}; leave model.config out, or make them equal"
-        )
 
 
 def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:

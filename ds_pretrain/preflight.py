@@ -20,6 +20,7 @@ from ds_pretrain.deepspeed_json import check_deepspeed, uses_bf16, zero_stage
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import folder_problem
 from ds_pretrain.known_bad import bad_versions, installed_versions
+from ds_pretrain.meaning import other_config_problems
 from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
@@ -28,6 +29,7 @@ from ds_pretrain.plan import Plan, check_world, varies
 from ds_pretrain.rate_plot import rate_summary
 from ds_pretrain.reading import counted, listed
 from ds_pretrain.run_directory import directory_problems
+from ds_pretrain.standing import newest_here, origin_here
 from ds_pretrain.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.veto import drop_problems
 
@@ -95,9 +97,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
     problems += _base_problems(plan, inputs)
-    saved = [step_of(folder.name) for folder in published(plan.checkpoints)]
-    newest = max((step for step in saved if step is not None), default=None)
-    problems += directory_problems(plan, inputs.data, newest)
+    problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan))
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
     if world_size is not None:
@@ -198,7 +198,7 @@ def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
     """What does not go with the weights that the run begins with."""
     if plan.base is None:
         return []
-    problems = base_tokenizer_problems(plan.base.folder, _each(inputs))
+    problems = [*other_config_problems(plan), *base_tokenizer_problems(plan.base.folder, _each(inputs))]
     has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in plan.base.tensors)
     if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
         problems.append(

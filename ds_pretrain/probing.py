@@ -12,14 +12,13 @@ import torch
 
 from ds_pretrain.checkpoint.layout import Manifest
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
-from ds_pretrain.config import RopeSection
 from ds_pretrain.data.feed import Batch, Feed, MicroBatch
 from ds_pretrain.deepspeed_json import uses_bf16
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.identity import identity_of
+from ds_pretrain.meaning import positions_at
 from ds_pretrain.models.loss import cross_entropy_and_z
-from ds_pretrain.models.rope_settings import with_rope
 from ds_pretrain.plan import Plan
 from ds_pretrain.record import Probe
 from ds_pretrain.state import RunState
@@ -55,7 +54,8 @@ def check_probe(
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
-    before, now = (_model_at(identity, saved.step) for identity in (manifest.identity, identity_of(plan, {})))
+    before = positions_at(manifest.identity, saved.step)
+    now = positions_at(identity_of(plan, {}), saved.step)
     if before is not None and before != now:
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
@@ -86,23 +86,6 @@ def check_probe(
             'accept_changes = ["probe"]'
         )
     )
-
-
-def _model_at(identity: Mapping[str, Any], step: int) -> dict[str, Any] | None:
-    """The model config of the update after `step` finished steps, by a run's identity; None if unsaid.
-
-    What phases make of positions is in it, whatever they are called.
-    """
-    try:
-        model = dict(identity["model"]["config"])
-        phases = sorted(identity["phases"].values(), key=lambda phase: phase["first_step"])
-        for phase in phases:
-            if phase["first_step"] <= step:
-                given = {key: value for key, value in (phase["rope"] or {}).items() if value is not None}
-                model = with_rope(model, RopeSection(**given) if given else None, phase["seq_len"])
-    except (KeyError, TypeError, ValueError):  # of another version, or of another program
-        return None
-    return model
 
 
 def _mean_loss(

@@ -97,8 +97,9 @@ def tell_changes(record: RunRecord, monitor: Monitor, tell: Callable[[object], N
     for change in record.changes:
         if change["attempt"] == record.attempt:
             field, old, new = (change[key] for key in ("field", "old", "new"))
-            tell(f"`{field}` is {with_unit(field, new)} from this start on; it was {with_unit(field, old)}")
-            monitor.event("changed", field=field, old=str(old), new=str(new))
+            now, before = with_unit(field, new), with_unit(field, old)
+            tell(f"`{field}` is {now} from this start on; it was {before}")
+            monitor.event("changed", field=field, old=before, new=now)
 
 
 def refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:

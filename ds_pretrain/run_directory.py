@@ -15,6 +15,7 @@ from ds_pretrain.cure import read_cure
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.identity import identity_of, with_unit
+from ds_pretrain.meaning import compared
 from ds_pretrain.past import changed_fields, past_changes, rate_tokens_of_past
 from ds_pretrain.plan import Plan
 from ds_pretrain.rank_files import save_file, stop_file
@@ -84,11 +85,26 @@ def read_record(out: Path) -> RunRecord | None:
         ) from error
 
 
-def directory_problems(plan: Plan, data: Mapping[str, str], newest_step: int | None = None) -> list[str]:
+@dataclass(frozen=True)
+class KnownRun:
+    """What a checkpoint remembers of its run: enough to go on where `run.json` was lost."""
+
+    folder: str
+    step: int
+    attempt: int
+    wandb_id: str | None
+    identity: Mapping[str, Any]
+    num_rollbacks: int = 0
+
+
+def directory_problems(
+    plan: Plan, data: Mapping[str, str], known: KnownRun | None = None, origin: KnownRun | None = None
+) -> list[str]:
     """Why this plan cannot go on in its run directory; empty if it can, or if the directory is new.
 
-    `data` describes the content of each source. `newest_step` is that of the newest checkpoint there is: a
-    kill may have come between its publication and the note of it in the record.
+    `data` describes the content of each source. `known` is what the newest checkpoint remembers: a kill may
+    have come between its publication and the note of it in the record, and the record may be lost. `origin`
+    is what another run's checkpoint remembers that a run without either begins from.
     """
     try:
         record = read_record(plan.out)
@@ -96,10 +112,36 @@ def directory_problems(plan: Plan, data: Mapping[str, str], newest_step: int | N
         return list(error.problems)
     if problem := folder_problem(plan.out, f"{plan.run_path}: out"):
         return [problem]
-    if record is None:
-        return _foreign_files(plan)
-    steps = [step for step in (record.saved_step, newest_step) if step is not None]
+    if problems := _foreign_files(plan) if record is None else []:
+        return problems
+    record = record or _remembered(plan, known, origin)
+    if record is None or (record.origin is not None and not record.identity):  # what is not ours says nothing
+        return []
+    newest = None if known is None else known.step
+    steps = [step for step in (record.saved_step, newest) if step is not None]
     return differences(plan, replace(record, saved_step=max(steps, default=None)), data)
+
+
+def _remembered(plan: Plan, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
+    """The record of a run that has none, as a checkpoint has it: its own, else one of another run."""
+    if known is not None:
+        name, wandb_id = str(known.identity.get("name")), known.wandb_id or _new_id()
+        return RunRecord(name, known.identity, known.attempt, wandb_id, known.step)
+    if origin is None:
+        return None
+    return RunRecord(
+        plan.run.name,
+        {**origin.identity, "name": plan.run.name} if origin.identity else {},
+        attempt=0,
+        wandb_id=_new_id(),
+        saved_step=None,
+        origin=origin.folder,
+        num_inherited=origin.num_rollbacks,
+    )
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _foreign_files(plan: Plan) -> list[str]:
@@ -133,7 +175,7 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
     begun = {skip.phase for skip in read_cure(plan.out).ledger.skips}
     identity = identity_of(plan, data)
-    changes = past_changes(record.identity, identity, record.saved_step, begun)
+    changes = past_changes(*compared(record.identity, identity), record.saved_step, begun)
     chunks = {path: pair for path, pair in changes.items() if path.startswith("chunk_tokens.")}
     is_of_length = any(path.endswith(".seq_len") for path in changes)  # then that is what has changed
     old_chunks, new_chunks = (
@@ -155,6 +197,8 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
 
 
 def _otherwise(path: str, old: Any, new: Any, where: str) -> str:
+    if path.startswith("phases.") and path.endswith(".name"):
+        return f"the phase `{old}` is called `{new}`, but {where} was started with it as `{old}`"
     now = "no longer there" if new is None else with_unit(path, new)
     before = "without it" if old is None else f"with {with_unit(path, old)}"
     return f"`{path}` is {now}, but {where} was started {before}"
@@ -216,18 +260,6 @@ class RunLock:
             self._file = None
 
 
-@dataclass(frozen=True)
-class KnownRun:
-    """What a checkpoint remembers of its run: enough to go on where `run.json` was lost."""
-
-    folder: str
-    step: int
-    attempt: int
-    wandb_id: str | None
-    identity: Mapping[str, Any]
-    num_rollbacks: int = 0
-
-
 def claim(
     plan: Plan, data: Mapping[str, str], known: KnownRun | None, origin: KnownRun | None = None
 ) -> RunRecord:
@@ -239,8 +271,7 @@ def claim(
     Raises:
         InputError: the directory or the checkpoint is of another run, or the checkpoints are lost.
     """
-    problems = directory_problems(plan, data, None if known is None else known.step)
-    if problems:
+    if problems := directory_problems(plan, data, known, origin):
         raise InputError(problems)
     identity = identity_of(plan, data)
     before = read_record(plan.out)
@@ -251,29 +282,17 @@ def claim(
             "there, or give it as "
             "resume_from to a run of its own"
         )
-    if before is None and known is not None:
-        wandb_id = known.wandb_id or uuid.uuid4().hex[:12]
-        before = RunRecord(
-            str(known.identity.get("name")), known.identity, known.attempt, wandb_id, known.step
-        )
-        if problems := differences(plan, before, data):
-            raise InputError(problems)
     if before is not None and before.saved_step is not None and known is None:
         raise InputError(
             f"{plan.out} had a checkpoint at step {before.saved_step:,} and now has none; a run never "
             "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
         )
-    record = before or RunRecord(plan.run.name, identity, 0, uuid.uuid4().hex[:12], None)
-    if origin is not None and before is None:
-        began = replace(record, identity={**origin.identity, "name": plan.run.name}, origin=origin.folder)
-        if origin.identity and (problems := differences(plan, began, data)):
-            raise InputError(problems)
-        record = began if origin.identity else replace(record, origin=origin.folder)
-        record = replace(record, num_inherited=origin.num_rollbacks)
+    record = before or _remembered(plan, known, origin)
+    record = record or RunRecord(plan.run.name, identity, 0, _new_id(), None)
     attempt = record.attempt + 1
     changes = [
         {"attempt": attempt, "field": path, "old": old, "new": new}
-        for path, (old, new) in changed_fields(record.identity, identity).items()
+        for path, (old, new) in changed_fields(*compared(record.identity or identity, identity)).items()
     ]
     record = replace(
         record,

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,8 +196,9 @@ def test_past_is_what_the_newest_checkpoint_has_though_a_kill_kept_it_from_being
     start(run_file)
     note_saved(tmp_path / "out", 4)
     changed = ("schedule.decay=6 steps",)  # the decay would have begun at step 6
-    assert directory_problems(load_plan(run_file, changed), {}, 4) == []
-    [problem] = directory_problems(load_plan(run_file, changed), {}, 8)
+    known = KnownRun("step", 4, 1, None, {})
+    assert directory_problems(load_plan(run_file, changed), {}, known) == []
+    [problem] = directory_problems(load_plan(run_file, changed), {}, replace(known, step=8))
     assert "`schedule.decay` is 6 steps" in problem
     assert "`schedule.decay` is 6 steps" in refusal(run_file, *changed, found_step=8)
     assert start(run_file, *changed, found_step=4).changes[-1]["field"] == "schedule.decay"
@@ -268,7 +270,7 @@ def test_a_phase_that_a_rollback_left_and_skips_of_may_not_change_what_it_draws(
     run_file.write_text(text.replace("text = 1.0", "text = 0.5, code = 0.5"))
     assert "`phases.long.mixture.text` is 0.5, but the run in" in refusal(run_file, found_step=8)
     run_file.write_text(text.replace("name = 'long'", "name = 'raised'"))
-    assert "`phases.long` is no longer there" in refusal(run_file, found_step=8)
+    assert "the phase `long` is called `raised`, but the run in" in refusal(run_file, found_step=8)
     run_file.write_text(text + "[watchdog]\npatience = 40\n")
     start(run_file, found_step=8)
 
@@ -289,7 +291,117 @@ def test_a_phase_that_is_past_and_gone_or_new_is_told_so(tmp_path: Path) -> None
         run_file.write_text(own[1])
         said = refusal(run_file, found_step=9)
         assert words in said
-        assert "null" not in said.replace('"rope": null', "")
+        assert 'sequences of 32 tokens of 1 text, from step 8 on (rope kind "default", theta 10000)' in said
+        for unreadable in ("null", "None", "{", "first_step"):
+            assert unreadable not in said
+
+
+LONG = AHEAD.replace(
+    "[validation]", "ROPE\n[[phases]]\nname = 'last'\nstart = '10 steps'\nseq_len = 32\n"
+) + ("mixture = { text = 1.0 }\n[validation]")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fields"),
+    [
+        ("", "rope = { theta = 10_000 }", ()),  # what the model has in any case
+        ("", "rope = { kind = 'default' }", ()),
+        (
+            "rope = { theta = 1e4 }",
+            "rope = { theta = 1e5 }",
+            ("`phases.long.rope.theta` is 100000, {with 10000;",),
+        ),
+        ("", "rope = { theta = 1e5 }", ("`phases.long.rope.theta` is 100000, {with 10000;",)),
+        (
+            "rope = { kind = 'yarn', factor = 2 }",
+            "rope = { kind = 'yarn', factor = 2, original_length = 128 }",
+            (),
+        ),
+        (
+            "",
+            "rope = { kind = 'yarn', factor = 2 }",
+            (
+                '`phases.long.rope.kind` is "yarn", {with "default";',
+                "`phases.long.rope.factor` is 2, {without it;",
+                "`phases.long.rope.original_length` is 128, {without it;",
+            ),
+        ),
+    ],
+)
+def test_of_a_past_rope_counts_what_it_makes_of_positions_and_only_what_differs_is_told(
+    tmp_path: Path, before: str, after: str, fields: tuple[str, ...]
+) -> None:
+    run_file = make_run(tmp_path)
+    text = run_file.read_text()
+    first, second = (text.replace("[validation]", LONG.replace("ROPE", rope)) for rope in (before, after))
+    run_file.write_text(first)
+    start(run_file)
+    note_saved(tmp_path / "out", 12)
+    run_file.write_text(second)
+    if not fields:
+        assert start(run_file, found_step=12).changes == ()
+        run_file.write_text(first)
+        assert start(run_file, found_step=12).changes == ()
+        return
+    said = refusal(run_file, found_step=12)
+    assert said.count("` is ") == len(fields)  # the last phase inherits it, which is not told again
+    for field in fields:
+        assert field.replace("{", f"but the run in {tmp_path}/out was started ") in said
+
+
+def test_a_rope_ahead_is_noted_by_what_differs(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    text = run_file.read_text()
+    run_file.write_text(text.replace("[validation]", LONG.replace("ROPE", "")))
+    start(run_file)
+    note_saved(tmp_path / "out", 4)
+    run_file.write_text(text.replace("[validation]", LONG.replace("ROPE", "rope = { theta = 1e5 }")))
+    [change] = start(run_file, found_step=4).changes
+    assert (change["field"], change["old"], change["new"]) == ("phases.long.rope.theta", 1e4, 1e5)
+
+
+def test_a_phase_that_is_only_called_otherwise_is_told_as_renamed(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    text = run_file.read_text().replace("[validation]", LONG.replace("ROPE", ""))
+    run_file.write_text(text)
+    start(run_file)
+    note_saved(tmp_path / "out", 9)
+    run_file.write_text(text.replace("name = 'last'", "name = 'anneal'"))
+    [change] = start(run_file, found_step=9).changes
+    assert (change["field"], change["old"], change["new"]) == ("phases.last.name", "last", "anneal")
+    run_file.write_text(text.replace("name = 'long'", "name = 'longer'").replace("'last'", "'anneal'"))
+    assert refusal(run_file, found_step=9) == (
+        f"{run_file}: the phase `long` is called `longer`, but the run in {tmp_path}/out was started with it "
+        "as `long`; set it back, or start another run with a new `name` and `out`"
+    )
+
+
+def test_a_source_that_was_drawn_from_and_is_in_no_mixture_any_more_is_told_by_the_mixture(
+    tmp_path: Path,
+) -> None:
+    run_file = make_run(tmp_path)
+    text = run_file.read_text()
+    start(run_file)
+    note_saved(tmp_path / "out", 4)
+    run_file.write_text(text.replace("{ text = 0.7, code = 0.3 }", "{ text = 0.7 }"))
+    message = refusal(run_file, found_step=4)
+    assert "`phases.main.mixture.code` is no longer there, but the run in" in message
+    assert "was started with 0.3; set it back" in message
+    assert "chunk" not in message
+
+
+def test_of_a_model_config_counts_what_a_model_is_made_of(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    config = json.loads((tmp_path / "model.json").read_text())
+    spelled = {"use_cache": False, "torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": 10_000.0}
+    make_run(tmp_path, model={**config, **spelled})
+    assert start(run_file).changes == ()
+    make_run(tmp_path, model={**config, "rope_theta": 5e5, "hidden_act": "gelu"})
+    message = refusal(run_file)
+    assert "`model.config.rope.theta` is 500000, but the run in" in message
+    assert '`model.config.hidden_act` is "gelu", but the run in' in message
+    assert "2 problems" in message
 
 
 def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ def opened(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited]:
     """
     out = _directory(place, overrides).absolute()
     saved, record = out / "run.toml", read_record(out)
+    if record is None and published(out / "checkpoints"):
+        raise InputError(
+            f"{out} has checkpoints, and no run.json that says whose they are: put it back, or start the run "
+            "once more, which makes it again from its newest checkpoint"
+        )
     if record is None or not saved.is_file():
         raise InputError(f"{out} holds no run that was started: expected a run.json and a run.toml in it")
     if not (out / METRICS).is_file():
