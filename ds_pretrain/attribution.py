@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, Literal
 
+from ds_pretrain.reading import counted
 from ds_pretrain.state import Rollback
 
 Finding = Literal["passing_fault", "data_or_state", "other_ranks", "unknown"]
@@ -87,8 +88,8 @@ def conclude(replay: Replay, came_back: bool) -> Compared:
     if replay.num_other_ranks:
         return Compared(
             "other_ranks",
-            f"{replay.num_other_ranks:,} steps ran on another number of ranks the first time: they cannot be "
-            "compared bit for bit",
+            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks the first time, and "
+            "cannot be compared bit for bit",
         )
     if not replay.num_compared:
         return Compared("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")

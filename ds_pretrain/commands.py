@@ -12,6 +12,7 @@ from ds_pretrain.launch.hosts import num_ranks, read_hostfile
 from ds_pretrain.launch.run import run
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.reading import counted
 from ds_pretrain.rehearsal import base_findings
 from ds_pretrain.save_advice import interval_lines
 
@@ -95,15 +96,16 @@ def prepare_command(words: argparse.Namespace) -> int:
         overwrite=words.overwrite,
         progress=not words.quiet,
     )
+    size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
     print(
-        f"{done.prefix}: {done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}, vocabulary "
+        f"{done.prefix}: {size} ({done.dtype}, vocabulary "
         f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones dropped, "
         f"{done.tokens_per_second:,.0f} tokens/s"
     )
     if done.replaced:
         print(
-            f"WARNING    {done.replaced:,} documents hold U+FFFD, which stands for bytes that are not UTF-8; "
-            "`grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
+            f"WARNING    {counted(done.replaced, 'document')} with U+FFFD, which stands for bytes that are "
+            "not UTF-8; `grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
             file=sys.stderr,
         )
     return 0

@@ -18,6 +18,7 @@ from ds_pretrain.errors import CannotSave, NeedsPerson, agreed
 from ds_pretrain.incidents import Incidents, RankLosses
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.plan import Plan
+from ds_pretrain.reading import counted
 from ds_pretrain.record import StepRecord
 from ds_pretrain.response import Response, after_rollback, respond
 from ds_pretrain.state import Rollback, RunState, SkipLedger
@@ -150,8 +151,9 @@ class Watchdog:
             onset = state.watchdog.spike.onset
             self._incidents.warn(
                 state.step,
-                f"the run ends in a spike that began at step {onset:,}, less than {patience} steps before "
-                f"the end, so that nothing was done about it; the newest calm checkpoint: {newest}",
+                f"the run ends in a spike that began at step {onset:,}, less than "
+                f"{counted(patience, 'step')} before the end, so that nothing was done about "
+                f"it; the newest calm checkpoint: {newest}",
             )
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:

@@ -25,7 +25,7 @@ from ds_pretrain.checkpoint.layout import step_name
 from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.reading import shown
+from ds_pretrain.reading import counted, shown
 from ds_pretrain.timeline import Timeline
 
 Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
@@ -147,8 +147,8 @@ def report(
     if different_step is None and not different:
         tensors, steps, streams, ranks = compared
         yield (
-            f"bitwise equal: {tensors:,} tensors, {steps:,} steps, {streams:,} random streams on "
-            f"{ranks:,} rank{'s' * (ranks != 1)}"
+            f"bitwise equal: {counted(tensors, 'tensor')}, {counted(steps, 'step')}, "
+            f"{counted(streams, 'random stream')} on {counted(ranks, 'rank')}"
         )
         return
     yield "a resumed run is not the uninterrupted one; docs/operations.md says what to look at"
@@ -163,7 +163,7 @@ def _check_steps(plan: Plan, steps: int, begin: int | None) -> None:
     if plan.last_step < (begin or 0) + 2 * steps:
         after = "" if begin is None else f" after step {begin:,}"
         raise InputError(
-            f"{plan.run_path}: schedule.length is {plan.last_step:,} steps, and the proof trains "
+            f"{plan.run_path}: schedule.length is {counted(plan.last_step, 'step')}, and the proof trains "
             f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
         )
 

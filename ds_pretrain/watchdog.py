@@ -10,6 +10,7 @@ from math import isfinite, log
 from statistics import fmean
 
 from ds_pretrain.config import WatchdogSection
+from ds_pretrain.reading import counted
 from ds_pretrain.robust import Usual, accept, num_last_above, num_recent, score
 from ds_pretrain.verdict import OK as OK
 from ds_pretrain.verdict import Action, Judged, StepLike, is_warm, longer
@@ -130,7 +131,7 @@ def _spike_verdict(
         f"{usual.centre:.4g}, since step {spike.onset}"
     )
     if spike.num_steps >= settings.patience:
-        message += f", and did not heal within {settings.patience} steps"
+        message += f", and did not heal within {counted(settings.patience, 'step')}"
         return Verdict("roll_back", "lasting_spike", spike.onset, message)
     return Verdict("watch", "spike", spike.onset, message)
 

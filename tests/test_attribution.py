@@ -95,7 +95,7 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     elsewhere = Replay(1, BACK, HOSTS, {20: replace(USUAL, num_ranks=4)}).after(20, replace(USUAL, loss=9.0))
     assert elsewhere.difference is None
     assert conclude(elsewhere, came_back=False).finding == "other_ranks"
-    assert "1 steps ran on another number of ranks" in conclude(elsewhere, came_back=False).message
+    assert "1 step ran on another number of ranks" in conclude(elsewhere, came_back=False).message
     assert conclude(_replay(None, 0), came_back=False).message == (
         "metrics.jsonl does not hold the first time, so nothing can be compared"
     )

@@ -425,7 +425,7 @@ def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
     assert "1 problem\n" in said
     told.change(6, samples=1)
     code, said = _audit(capsys, told.write().out)
-    assert "step 6 counts 1 samples and 768 tokens; expected 48 and 768: a step before it was lost" in said
+    assert "step 6 counts samples to 1 and tokens to 768; expected 48 and 768: a step before it was lost" in said
     assert "the counters of other steps are wrong too, so whether they were trained cannot be told" in said
 
 

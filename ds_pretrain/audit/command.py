@@ -19,6 +19,7 @@ from ds_pretrain.data.passages import Passage, passages
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from ds_pretrain.monitor.sinks import say
+from ds_pretrain.reading import counted
 
 _SHORT = 200  # characters of a sample, unless one rank's are asked for
 _CHUNK = 1 << 16  # draws named at once
@@ -104,23 +105,31 @@ def _refuse_rank(taken: Taken, rank: int | None, step: int) -> None:
         )
     if rank is not None and not 0 <= rank < (taken.world_size or 0):
         raise InputError(
-            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {taken.world_size} ranks, "
-            f"0 to {(taken.world_size or 0) - 1}"
+            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on "
+            f"{counted(taken.world_size or 0, 'rank')}; expected {_numbers(taken.world_size or 0)}"
         )
+
+
+def _ranks(taken: Taken) -> str:
+    return "an unknown number of ranks" if taken.world_size is None else counted(taken.world_size, "rank")
+
+
+def _numbers(world_size: int) -> str:
+    return "0" if world_size == 1 else f"0 to {world_size - 1}"
 
 
 def _step_lines(
     run: Audited, ids: SampleIds, taken: Taken, others: Sequence[Taken], rank: int | None
 ) -> Iterator[str]:
     num_samples = len(ids.sample)
-    ranks = "an unknown number of ranks" if taken.world_size is None else f"{taken.world_size} ranks"
+    ranks = _ranks(taken)
     yield (
-        f"step       {ids.step + 1:,} of attempt {taken.attempt}: {num_samples:,} samples on {ranks}, "
-        f"{_in_force(taken)}"
+        f"step       {ids.step + 1:,} of attempt {taken.attempt}: {counted(num_samples, 'sample')} on {ranks}"
+        f", {_in_force(taken)}"
     )
     for other in others:
         yield (
-            f"also       taken in attempt {other.attempt} on {other.world_size or 'unknown'} ranks, "
+            f"also       taken in attempt {other.attempt} on {_ranks(other)}, "
             f"{_in_force(other)}, "
             f"{'the same' if other.checksum == taken.checksum else 'other'} samples"
         )

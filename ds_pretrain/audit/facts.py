@@ -8,6 +8,7 @@ from ds_pretrain.audit.checked import steps_of_skip
 from ds_pretrain.audit.history import History, Span
 from ds_pretrain.audit.proof import Proof, steps_words
 from ds_pretrain.audit.run import Audited, skip_words
+from ds_pretrain.reading import counted
 
 _MOST_LISTED = 10  # of attempts or rollbacks
 
@@ -44,7 +45,7 @@ def _counts(run: Audited, history: History, holds: bool) -> Iterator[str]:
 def _checks(history: History, proof: Proof) -> Iterator[str]:
     """How it is known."""
     recorded = int(np.count_nonzero(history.rows["seen"]))
-    yield f"checksums  {proof.num_checked:,} of {recorded:,} steps read again from the data"
+    yield f"checksums  {proof.num_checked:,} of {counted(recorded, 'step')} read again from the data"
     if not proof.problems:
         how = "an epoch is a permutation, and no draw came twice"
         if len({read.phase for read in proof.reads}) > 1:
@@ -67,8 +68,9 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
     for number, skip in enumerate(run.ledger.skips, 1):
         ahead = "" if skip.stop <= ends.get(skip.phase, 0) else "; the run has not come past it yet"
         first, last = steps_of_skip(skip, run.ledger_of(number - 1), run.plan.timeline)
+        samples = counted(skip.stop - skip.start, "sample")
         yield (
-            f"skip {number:<6}{skip_words(skip)}, {skip.stop - skip.start:,} samples, which steps {first:,} "
+            f"skip {number:<6}{skip_words(skip)}, {samples}, which steps {first:,} "
             f"to {last:,} would have read: {skip.cause}, decided at step {skip.step:,} of attempt "
             f"{skip.attempt}{ahead}"
         )
@@ -80,8 +82,8 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
     dropped = np.flatnonzero(history.rows["seen"] & ~history.rows["applied"])
     unlearned = sum(run.plan.timeline.at(step - 1).sequences for step in dropped.tolist())
     if dropped.size:
-        yield f"dropped    {steps_words(dropped)}: {unlearned:,} samples read and not learned from"
-    yield f"untrained  {skipped + unlearned:,} samples: {skipped:,} skipped, {unlearned:,} dropped"
+        yield f"dropped    {steps_words(dropped)}: {counted(unlearned, 'sample')} read and not learned from"
+    yield f"untrained  {counted(skipped + unlearned, 'sample')}: {skipped:,} skipped, {unlearned:,} dropped"
 
 
 def _work(run: Audited, spans: Sequence[Span]) -> str:
@@ -89,7 +91,7 @@ def _work(run: Audited, spans: Sequence[Span]) -> str:
     steps, tokens = sum(b - a for a, b in spans), sum(before(b) - before(a) for a, b in spans)
     if not steps:
         return "took nothing back"
-    return f"took back {steps:,} step{'' if steps == 1 else 's'} ({tokens:,} tokens)"
+    return f"took back {counted(steps, 'step')} ({tokens:,} tokens)"
 
 
 def _attempts(history: History) -> str:

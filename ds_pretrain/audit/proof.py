@@ -72,7 +72,7 @@ def _record_problems(run: Audited, history: History) -> Iterator[str]:
     ]
     for step in wrong[:MOST_NAMED]:
         yield (
-            f"step {step:,} counts {rows['samples'][step]:,} samples and {rows['tokens'][step]:,} tokens; "
+            f"step {step:,} counts samples to {rows['samples'][step]:,} and tokens to {rows['tokens'][step]:,}; "
             f"expected {timeline.samples_before(step):,} and {timeline.tokens_before(step):,}: a step before "
             "it was lost or taken twice, or the batch was changed"
         )

@@ -45,6 +45,7 @@ from ds_pretrain.files import (
     write_atomic,
     write_point,
 )
+from ds_pretrain.reading import counted
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _COUNTERS = ("dp_world_size", "mp_world_size", "global_steps", "global_samples", "skipped_steps")
@@ -120,18 +121,18 @@ def _convertible(folder: Path) -> Source:
     """
     source = open_shards(folder)
     states = source.optimizer(0)["state"]
-    ranks = len(source.shards)
+    ranks = counted(len(source.shards), "rank")
     if not states:
         raise InputError(
             f"{folder} was saved before the first applied update: its optimizer is empty, which DeepSpeed "
-            f"cannot convert; start it on {ranks} ranks with the same DeepSpeed JSON, or start anew "
+            f"cannot convert; start it on {ranks} with the same DeepSpeed JSON, or start anew "
             "with another `out`"
         )
     missing = [kind for kind in KINDS[1:] if kind not in next(iter(states.values()))]
     if missing:
         raise InputError(
             f"{folder} cannot be converted: its optimizer keeps no {' and no '.join(missing)}, which the "
-            f"universal format needs; start it on {ranks} ranks with the same DeepSpeed JSON"
+            f"universal format needs; start it on {ranks} with the same DeepSpeed JSON"
         )
     return source
 
@@ -171,7 +172,7 @@ def _run_tool(folder: Path, result: Path, source: Source) -> None:
         last_words = "\n".join(done.stdout.strip().splitlines()[-15:])
         raise RunError(
             f"DeepSpeed could not convert {folder} (exit code {done.returncode}); it is unharmed, and can be "
-            f"started on {len(source.shards)} ranks. DeepSpeed said:\n{last_words}"
+            f"started on {counted(len(source.shards), 'rank')}. DeepSpeed said:\n{last_words}"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.contents import WEIGHT, Contents, opened
 from ds_pretrain.past import changed_fields
-from ds_pretrain.reading import shown
+from ds_pretrain.reading import counted, shown
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64
@@ -93,12 +93,13 @@ def described(found: Differences) -> Iterator[str]:
     for name, title in zip("ab", found.titles, strict=True):
         yield f"{name}  {title}"
     yield from difference_lines(found)
-    streams = f"{found.num_streams:,} random streams on {found.num_ranks:,} ranks"
+    tensors = counted(found.num_tensors, "tensor")
+    streams = f"{counted(found.num_streams, 'random stream')} on {counted(found.num_ranks, 'rank')}"
     if found.none:
-        yield f"bitwise equal: {found.num_tensors:,} tensors, {streams}, options, counters and settings"
+        yield f"bitwise equal: {tensors}, {streams}, options, counters and settings"
         return
     yield (
-        f"different: {len(found.tensors):,} of {found.num_tensors:,} tensors, {len(found.streams):,} of "
+        f"different: {len(found.tensors):,} of {tensors}, {len(found.streams):,} of "
         f"{streams}, {len(found.values):,} values"
     )
 

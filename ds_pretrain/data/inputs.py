@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal, cast
 from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
 from ds_pretrain.data.indexed import MAGIC
 from ds_pretrain.errors import InputError
+from ds_pretrain.reading import counted
 
 DocumentMode = Literal["file", "line", "paragraph"]
 MAX_DOCUMENT_BYTES = 256 << 20  # a text file read as one document is held in memory
@@ -121,7 +122,7 @@ def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -
     _say_left_out(folder, ours, "that prepare writes or takes its tokenizer from", say)
     paths = _once(folder, [path for path in paths if path not in set(ours)], say)
     binary = [path for path in paths if not _is_text(path)]
-    _say_left_out(folder, binary, "with a NUL byte, which are not text", say)
+    _say_left_out(folder, binary, "with a NUL byte, not text", say)
     texts = [path for path in paths if path not in set(binary)]
     if not texts:
         raise InputError(f"{folder}: a folder without text, jsonl, parquet or arrow files")
@@ -165,13 +166,13 @@ def _once(folder: Path, paths: Sequence[Path], say: Callable[[str], None]) -> li
     """Each file once, though links give it several names."""
     first: dict[str, Path] = {}
     again = [path for path in paths if first.setdefault(os.path.realpath(path), path) != path]
-    _say_left_out(folder, again, "that are links to others of it", say)
+    _say_left_out(folder, again, "linked to another of it", say)
     return list(first.values())
 
 
 def _say_left_out(folder: Path, paths: Sequence[Path], why: str, say: Callable[[str], None]) -> None:
     if paths:
-        say(f"{folder}: left out {len(paths):,} files {why} (the first: {paths[0]})")
+        say(f"{folder}: left out {counted(len(paths), 'file')} {why} (the first: {paths[0]})")
 
 
 def _given_twice(inputs: Sequence[Input]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ds_pretrain.data.indexed import file_of
 from ds_pretrain.data.writer import partial_folder
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import write_atomic
+from ds_pretrain.reading import counted
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,14 @@ def resume(prefix: Path, key: str, itemsize: int, say: Callable[[str], None]) ->
     elif not _all_there(prefix, counts, itemsize):
         say(f"{prefix}: what the interrupted call wrote is no longer there; starting over")
     else:
-        say(f"{prefix}: continuing after {counts.documents:,} documents, {counts.tokens:,} tokens")
+        say(f"{prefix}: continuing after {_size(counts)}")
         return counts
     path.unlink()
     return Counts()
+
+
+def _size(counts: Counts) -> str:
+    return f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
 
 
 def stopped(prefix: Path) -> str:
@@ -74,10 +79,7 @@ def stopped(prefix: Path) -> str:
     _, counts = _read_state(partial_folder(prefix) / "state.json")
     if counts is None:
         return f"{prefix}: interrupted before a document was written; the same command starts over"
-    return (
-        f"{prefix}: interrupted; {counts.documents:,} documents, {counts.tokens:,} tokens are kept, and the "
-        "same command continues after them"
-    )
+    return f"{prefix}: interrupted; {_size(counts)} are kept, and the same command continues after them"
 
 
 def _read_state(path: Path) -> tuple[str, Counts | None]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from ds_pretrain.data.inputs import Input
+from ds_pretrain.reading import counted
 
 _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
 _WIDTH = 24
@@ -34,7 +35,8 @@ class Progress:
             return
         self.shown = now
         rate = (tokens - self.first_tokens) / (now - self.began)
-        line = f"{self._bar(input_number)}{documents:,} documents  {tokens:,} tokens  {rate:,.0f} tokens/s"
+        size = f"{counted(documents, 'document')}  {counted(tokens, 'token')}"
+        line = f"{self._bar(input_number)}{size}  {rate:,.0f} tokens/s"
         sys.stderr.write(f"\r\x1b[K{line}" if self.terminal else f"{line}\n")
         sys.stderr.flush()
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ds_pretrain.config import HeldOutSection
 from ds_pretrain.data.indexed import TokenSource, file_of, open_source
 from ds_pretrain.errors import InputError
+from ds_pretrain.reading import counted
 
 _CHUNK = 1 << 18  # documents looked at at once, so that an index of any length needs little memory
 
@@ -93,9 +94,9 @@ def view(
     documents, origins, lengths = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
     if not lengths.sum():
         raise InputError(
-            f"{file_of(source.prefix, 'idx')}: none of its {source.num_documents:,} documents has {words}: "
-            f"the shortest has {shortest:,} and the longest {longest:,}; change min_document_tokens or "
-            "max_document_tokens"
+            f"{file_of(source.prefix, 'idx')}: none of its {counted(source.num_documents, 'document')} has "
+            f"{words}: the shortest has {shortest:,} and the longest {longest:,}; change "
+            "min_document_tokens or max_document_tokens"
         )
     if len(documents) == source.num_documents:
         return source  # bounds that leave nothing out make no other data of it

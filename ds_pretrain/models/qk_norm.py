@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ds_pretrain.errors import InputError
 from ds_pretrain.models.check import QK_NORM_ADDABLE, qk_norm_problem
+from ds_pretrain.reading import counted
 
 _NATIVE_NAMES = ("q_norm", "q_layernorm", "query_layernorm")
 
@@ -38,7 +39,7 @@ def ensure_qk_norm(model: nn.Module, config_json: dict[str, Any]) -> str:
             f'model.qk_norm = true: this "{family}" config built no layer with queries and keys; '
             "set qk_norm = false"
         )
-    return f"per-head RMSNorm before the rotary embedding, added to {num_layers} layers"
+    return f"per-head RMSNorm before the rotary embedding, added to {counted(num_layers, 'layer')}"
 
 
 def has_qk_norm(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ds_pretrain.healing import saved_steps
 from ds_pretrain.spans import Multiples
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.world import World, barrier
+from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_layout import MANIFEST
 from tests.ranks import run_ranks
 
@@ -78,10 +79,7 @@ class FullDisk(SmallShards):
 def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> Outcome:
     manifest = replace(MANIFEST, step=step, world_size=world.size, files={})
     state = RunState(step, SkipLedger((Skip("main", 0, 5, "spike", 1, 1),)))
-    saves = Saves(Places(root, root), world, lambda step: None)
-    outcome = saves.begin(state, manifest, TEXTS, shards or SmallShards(world)) or saves.finish()
-    assert outcome is not None
-    return outcome
+    return save_now(root, state, manifest, TEXTS, shards or SmallShards(world), world)
 
 
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:

@@ -93,7 +93,7 @@ def test_a_file_with_a_nul_byte_is_refused_by_name_and_left_out_and_said_in_a_fo
     said: list[str] = []
     assert names(find_inputs([str(tmp_path)], "file", (), said.append), tmp_path) == ["b.txt"]
     assert said == [
-        f"{tmp_path}: left out 1 files with a NUL byte, which are not text (the first: {tmp_path}/a.txt)"
+        f"{tmp_path}: left out 1 file with a NUL byte, not text (the first: {tmp_path}/a.txt)"
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_link_inside_a_folder_does_not_count_twice(tmp_path: Path) -> None:
     said: list[str] = []
     assert names(find_inputs([str(tmp_path)], "file", (), said.append), tmp_path) == ["a.txt", "c.txt"]
     assert said == [
-        f"{tmp_path}: left out 1 files that are links to others of it (the first: {tmp_path}/b.txt)"
+        f"{tmp_path}: left out 1 file linked to another of it (the first: {tmp_path}/b.txt)"
     ]
 
 

@@ -608,7 +608,7 @@ def test_the_command_says_loudly_which_bytes_were_not_utf8(
     words = ["--tokenizer", "bytes", "--quiet", "--out"]
     assert cli.main(["prepare", str(folder), *words, str(tmp_path / "out")]) == 0
     assert (
-        "WARNING    1 documents hold U+FFFD, which stands for bytes that are not UTF-8"
+        "WARNING    1 document with U+FFFD, which stands for bytes that are not UTF-8"
         in capsys.readouterr().err
     )
     (folder / "60.txt").unlink()

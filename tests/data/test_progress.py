@@ -35,7 +35,7 @@ def test_a_log_gets_a_line_only_now_and_then(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(module, "_LOG_SECONDS", 0.0)
     bar.show(0, 1, 2)
-    assert capsys.readouterr().err.startswith("1 documents  2 tokens")
+    assert capsys.readouterr().err.startswith("1 document  2 tokens")
 
 
 def test_progress_that_is_off_prints_nothing(

@@ -19,7 +19,6 @@ from ds_pretrain import opening, partitions
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import convert, store
 from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.saves import save_now
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
 from ds_pretrain.plan import load_plan
@@ -28,6 +27,7 @@ from ds_pretrain.run_directory import RunLock
 from ds_pretrain.saving import Saver
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects
+from tests.checkpoint.saving import save_now
 from tests.runs.golden import trace
 
 Whole = dict[str, dict[str, np.ndarray[Any, Any]]]

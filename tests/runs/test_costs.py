@@ -10,13 +10,13 @@ import torch
 from ds_pretrain.checkpoint import store
 from ds_pretrain.checkpoint.layout import owner, parse_manifest
 from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.saves import save_now
 from ds_pretrain.errors import EXIT_FINISHED
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.opening import open_run_engine
 from ds_pretrain.plan import load_plan
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World, barrier
+from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_layout import MANIFEST
 from tests.distributed.small import step_on, uneven_batch
 from tests.ranks import run_ranks

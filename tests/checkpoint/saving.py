@@ -1,0 +1,20 @@
+"""A checkpoint, saved while the test waits."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ds_pretrain.checkpoint.layout import Manifest
+from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint.saves import Outcome, Saveable, Saves
+from ds_pretrain.state import RunState
+from ds_pretrain.world import World
+
+
+def save_now(
+    root: Path, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable, world: World
+) -> Outcome:
+    """Save one checkpoint and wait for it. Collective."""
+    saves = Saves(Places(root, root), world, lambda step: None)
+    outcome = saves.begin(state, manifest, texts, engine) or saves.finish()
+    assert outcome is not None
+    return outcome
