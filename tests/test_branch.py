@@ -332,6 +332,29 @@ def test_where_nothing_is_left_to_train_that_alone_is_told(
     assert "problems:" not in said  # the past differs, too: it had no decay at these steps
 
 
+def test_check_compares_with_the_newest_checkpoint_where_the_record_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a start does, with its own checkpoints, and with those of another run that it begins from."""
+    root = make_parent(tmp_path) / "checkpoints"
+    run_file = str(tmp_path / "run.toml")
+    later = "schedule.decay=2 steps"  # it would have begun at step 10, and began at step 9
+    (root / step_name(11) / MANIFEST).write_text("{")  # a start sets it aside
+    assert main(["check", run_file, later]) == 0
+    said = refusal(capsys, ["check", run_file, "seed=9"])
+    assert f"`seed` is 9, but the run in {tmp_path}/out was started with 7; set it back" in said
+    other = ["check", run_file, "name=other", f"out={tmp_path}/other", f"resume_from={root / step_name(8)}"]
+    assert main(other) == 0
+    said = refusal(capsys, [*other, later])
+    assert (
+        f"`schedule.decay` is 2 steps, but the run of {root / step_name(8)} was started with 3 steps" in said
+    )
+    said = refusal(capsys, ["audit", str(tmp_path / "out")])
+    assert (
+        "out has checkpoints, and no run.json that says whose they are: put it back, or start the run" in said
+    )
+
+
 def test_a_step_in_the_parents_decay_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_parent(tmp_path)
     command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_sequences=1")
