@@ -49,8 +49,6 @@ def explain(error: Any, root: type[BaseModel]) -> str:
         return f'`{where}.kind` is missing; expected "cosine" or "wsd"'
     if kind == "union_tag_invalid":
         return f'`{where}.kind` is {shown(error["ctx"]["tag"])}; expected "cosine" or "wsd"'
-    if kind == "too_long":
-        return f"`{where}` has {len(found)} items; this version trains exactly one phase"
     if kind == "too_short":
         return f"`{where}` is empty; add one {_LISTS_OF_TABLES.get(where, _SOURCE)}"
     if kind == "value_error":

@@ -45,9 +45,13 @@ class Inputs:
     def data(self) -> dict[str, str]:
         """What each training source holds, in words and a hash: another text means other data."""
         return {
-            name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
+            name: f"{source.num_tokens} tokens, {_documents(source)}, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
         }
+
+
+def _documents(source: TokenSource) -> str:
+    return "1 document" if source.num_documents == 1 else f"{source.num_documents} documents"
 
 
 def open_inputs(plan: Plan) -> Inputs:
@@ -239,11 +243,16 @@ def _model_line(plan: Plan) -> str:
 
 def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
     yield from curriculum_lines(plan, inputs.sources)
+    warnings: list[str] = []
     for name in plan.chunk_tokens:
-        yield from _eos_lines(name, inputs.sources[name])
+        words, odd = _separators(inputs.sources[name])
+        yield f"separators {name}: {words or 'not counted'}"
+        warnings += odd
     for name, source in inputs.validation.items():
-        yield f"validation {name}: {source.num_tokens:,} tokens"
-        yield from _eos_lines(name, source)
+        words, odd = _separators(source)
+        yield f"validation {name}: {counted(source.num_tokens, 'token')}{words and f', {words}'}"
+        warnings += odd
+    yield from (f"warning    {warning}" for warning in dict.fromkeys(warnings))
 
 
 def _unused_lines(plan: Plan) -> Iterator[str]:
@@ -265,8 +274,8 @@ def _mask_lines(plan: Plan, precision: str) -> Iterator[str]:
         yield from (f"warning    {warning}" for warning in warnings)
 
 
-def _eos_lines(name: str, source: TokenSource) -> Iterator[str]:
+def _separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
+    """How often a document ends in a source, if that can be told, and what is odd about it."""
     report = describe_source(source)
-    if report.eos_per_million is not None:
-        yield f"           {name}: {report.eos_per_million:,.0f} EOS a million tokens"
-    yield from (f"warning    {warning}" for warning in report.warnings)
+    rate = report.eos_per_million
+    return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings

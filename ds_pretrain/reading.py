@@ -1,7 +1,7 @@
 """Input files and values, read and shown: text, JSON, and a value in a message."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,30 @@ def shown(value: Any) -> str:
 def counted(amount: int, one: str, several: str | None = None) -> str:
     """ "1 sequence", "1,200 sequences"; `several` where it is not `one` with an s."""
     return f"{amount:,} {one if amount == 1 else several or f'{one}s'}"
+
+
+def plain_words(value: Any) -> str:
+    """A value of a record as a person reads it, none of it in Python's spelling."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {plain_words(one)}" for key, one in value.items()) or "nothing"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(plain_words, value)) or "nothing"
+    return str(value)
+
+
+def counted_epochs(epochs: float, beyond: float | None = None) -> str:
+    """ "0.37 epochs", "0.0012 epochs"; with so many digits that more than `beyond` reads as more."""
+    text = f"{epochs:.2f}" if epochs == 0 or epochs >= 0.1 else f"{epochs:.2g}"
+    digits = 3
+    while beyond is not None and epochs > beyond >= float(text):
+        text, digits = f"{epochs:.{digits}g}", digits + 1
+    return f"{text} epochs"
 
 
 def listed(items: Sequence[object], most: int = 16) -> str:

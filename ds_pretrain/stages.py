@@ -37,5 +37,7 @@ class Stages:
         recompute = self._plan.run.model.recompute if phase.recompute is None else phase.recompute
         set_recompute(self._module, recompute)
         if self._world.is_main and (self._phase is not None or num_tables):
-            say(sys.stdout, f"phase      {phase.name} from step {step:,}: {describe_rope(model)}")
+            start = self._plan.timeline.phase_start(phase.name)
+            begun = f"from step {start:,}" if step == start else f"at step {step:,}, begun at step {start:,}"
+            say(sys.stdout, f"phase      {phase.name} {begun}: {describe_rope(model)}")
         self._phase = phase.name

@@ -425,7 +425,7 @@ def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
     assert "1 problem\n" in said
     told.change(6, samples=1)
     code, said = _audit(capsys, told.write().out)
-    assert "step 6 counts samples to 1 and tokens to 768; expected 48 and 768: a step before it was lost" in said
+    assert "step 6 counts samples to 1 and tokens to 768; expected 48 and 768: a step before it" in said
     assert "the counters of other steps are wrong too, so whether they were trained cannot be told" in said
 
 
@@ -819,8 +819,8 @@ def test_a_step_that_cannot_be_shown_says_what_there_is(
         ("--step", 41): "step 41 is not in ",
         ("--step", 0): "whose newest is step 40 of 40; name one that was recorded",
         ("--step", 35, "--attempt", 1): "attempt 1 did not take step 35; those that did: 2",
-        ("--step", 22, "--rank", 2): "--rank 2: step 22 of attempt 1 was taken on 2 ranks, 0 to 1",
-        ("--step", 22, "--rank", -1): "--rank -1: step 22 of attempt 1 was taken on 2 ranks, 0 to 1",
+        ("--step", 22, "--rank", 2): "--rank 2: step 22 of attempt 1 was taken on 2 ranks; expected 0 to 1",
+        ("--step", 22, "--rank", -1): "--rank -1: step 22 of attempt 1 was taken on 2 ranks; expected 0 to 1",
         ("--step", 35, "--rank", 0): "--rank 0: the record of how attempt 2 began is lost",
         ("--rank", 0): "--rank belongs to --step; name the step too",
         ("--attempt", 1): "--attempt belongs to --step; name the step too",

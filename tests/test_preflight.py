@@ -83,6 +83,20 @@ def test_the_summary_says_what_the_run_resolves_to(tmp_path: Path) -> None:
         assert fact in text
 
 
+def test_how_often_documents_end_is_told_beside_the_name_of_the_source_and_warnings_come_after(
+    tmp_path: Path,
+) -> None:
+    plan = load_plan(make_run(tmp_path))
+    (tmp_path / "code.json").unlink(missing_ok=True)
+    lines = lines_of(plan, 2)
+    rates = [line for line in lines if "EOS a million" in line or line.startswith("separators")]
+    names = [line.split(":")[0] for line in rates]
+    assert names == ["separators text", "separators code", "validation held_out"]
+    assert rates[1] == "separators code: not counted"
+    after = lines[lines.index(rates[-1]) + 1 :]
+    assert any(line.startswith("warning    ") and "nothing says which id is EOS" in line for line in after)
+
+
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, batch_tokens=16, micro_sequences=1))
     text = "\n".join(lines_of(plan, 1))

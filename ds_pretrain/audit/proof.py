@@ -72,9 +72,10 @@ def _record_problems(run: Audited, history: History) -> Iterator[str]:
     ]
     for step in wrong[:MOST_NAMED]:
         yield (
-            f"step {step:,} counts samples to {rows['samples'][step]:,} and tokens to {rows['tokens'][step]:,}; "
-            f"expected {timeline.samples_before(step):,} and {timeline.tokens_before(step):,}: a step before "
-            "it was lost or taken twice, or the batch was changed"
+            f"step {step:,} counts samples to {rows['samples'][step]:,} and tokens to "
+            f"{rows['tokens'][step]:,}; expected {timeline.samples_before(step):,} and "
+            f"{timeline.tokens_before(step):,}: a step before it was lost or taken twice, or the batch was "
+            "changed"
         )
     if len(wrong) > MOST_NAMED:
         yield f"and {len(wrong) - MOST_NAMED:,} more steps count otherwise than the run file says"

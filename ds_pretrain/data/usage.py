@@ -17,7 +17,7 @@ from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import NO_SKIPS, Sampler
 from ds_pretrain.data.views import chosen_of
-from ds_pretrain.reading import counted
+from ds_pretrain.reading import counted, counted_epochs
 from ds_pretrain.state import SkipLedger
 
 
@@ -163,17 +163,17 @@ def forecast_lines(
         source, mine = sources[name], [use for use in uses if use.source == name]
         told = f"source     {name}: {source.num_tokens:,} tokens, {counted(source.num_documents, 'document')}"
         if one_phase:
-            yield f"{told}; {_share(mine[0])}, {mine[0].epochs:.2f} epochs"
+            yield f"{told}; {_share(mine[0])}, {counted_epochs(mine[0].epochs)}"
             continue
         tokens = sum(use.tokens for use in mine)
-        yield f"{told}; {tokens:,} tokens of it are read, {mine[-1].epochs:.2f} epochs"
+        yield f"{told}; {tokens:,} tokens of it are read, {counted_epochs(mine[-1].epochs)}"
         yield from (f"           {_phase_words(use)}" for use in mine)
     for name in names:
         if passed := step_beyond(sampler, name, 1, ledger):
             last = [use.epochs for use in uses if use.source == name][-1]
             yield (
                 f"warning    sources.{name} passes one epoch at step {passed[0]:,} (phase {passed[1]}), and "
-                f"the run reads {last:.2f}: what was read is read again from there on"
+                f"the run reads {counted_epochs(last, 1)}: what was read is read again from there on"
             )
 
 
@@ -192,8 +192,8 @@ def usage_problems(
             f"sources.{name}.max_epochs = {most:g} is passed at step {passed[0]:,} of "
             f"{sampler.timeline.last_step:,} (phase {passed[1]}): the run takes "
             f"{sum(use.tokens for use in mine):,} tokens of {chunks.num_chunks * chunks.chunk_tokens:,}, "
-            f"{mine[-1].epochs:.2f} epochs; shorten the run, lower the weight of {name}, add text to it, or "
-            "raise max_epochs"
+            f"{counted_epochs(mine[-1].epochs, most)}; shorten the run, lower the weight of {name}, "
+            "add text to it, or raise max_epochs"
         )
     return problems
 
@@ -235,7 +235,7 @@ def _phase_words(use: SourceUse) -> str:
     words = f"{use.phase}: {_share(use)} in {counted(use.draws, 'sample')} of {use.seq_len:,}"
     if use.repeated_tokens:
         words += f", {use.repeated_tokens:,} of them not for the first time"
-    words += f"; {use.epochs:.2f} epochs by its end"
+    words += f"; {counted_epochs(use.epochs)} by its end"
     if use.left_out_tokens:
         words += f"; {use.left_out_tokens:,} tokens before it wait for the next epoch, as the length changes"
     return words

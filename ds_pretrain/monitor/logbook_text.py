@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ds_pretrain.monitor.sinks import count
+from ds_pretrain.reading import plain_words
 
 Record = Mapping[str, Any]
 # What the records' words mean: a person reads the page, a program incidents.jsonl.
@@ -36,7 +37,7 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}  # `\|` is n
 
 def one_line(value: Any, longest: int = LONGEST_TEXT) -> str:
     """`value` as printable characters in one line, cut after `longest`."""
-    text = str(value)
+    text = plain_words(value)
     cut = text[: longest + 1]
     line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
     return line if len(text) <= longest else line[:longest] + "..."

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from ds_pretrain.reading import counted, counted_epochs, plain_words
+
 _BLOCK_BYTES = 1 << 20  # read at once, from the end
 _LONGEST = 400  # characters of a text in the terminal
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -195,13 +197,17 @@ def _validated(source: str, record: Mapping[str, Any]) -> str:
         text += f" ({', '.join(f'to {int(end):,}: {_fixed(loss, 4)}' for end, loss in ends)})"
     for length, scores in list(record.get("retrieval", {}).get(source, {}).items())[-1:]:
         found = sorted(scores.values())
-        text += f" key at {int(length):,}: {found[0]:.2f} to {found[-1]:.2f}"
+        text += f" key at {int(length):,}: {_score(found[0])} to {_score(found[-1])}"
     return text
+
+
+def _score(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}"  # never -0.00
 
 
 def _read(name: str, source: Mapping[str, Any]) -> str:
     """What was read of a source, and its share of the phase beside the one that it has by weight."""
-    text = f"{name} {count(source['tokens'])} tokens, {source['epochs']:.2f} epochs"
+    text = f"{name} {count(source['tokens'])} tokens, {counted_epochs(source['epochs'])}"
     if source["skipped_tokens"]:
         text += f", {count(source['skipped_tokens'])} skipped"
     share, weight = source["share"], source["weight"]
@@ -243,12 +249,12 @@ def _plain(name: str, value: Any) -> str:
         return f"{value:.3g}"
     if name == "skipped" and isinstance(value, Mapping):
         draws = f"draws {value.get('start')} to {value.get('stop')}"
-        return f"{value.get('phase')} {draws}, {value.get('num_samples')} samples"
+        return f"{value.get('phase')} {draws}, {counted(int(value.get('num_samples') or 0), 'sample')}"
     if _is_bulky(value):
         return f"{len(value):,} in metrics.jsonl"
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = str(value)
+    text = plain_words(value)
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:_LONGEST]).split())
     return line if len(text) <= _LONGEST else f"{line}... ({len(text):,} characters in metrics.jsonl)"
 

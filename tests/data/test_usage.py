@@ -20,6 +20,7 @@ from ds_pretrain.data.usage import (
     usage_problems,
 )
 from ds_pretrain.data.views import view
+from ds_pretrain.reading import counted_epochs
 from ds_pretrain.state import Skip, SkipLedger
 from tests.data.in_memory import SEQ_LEN, source_of
 from tests.data.slow_order import Phase, cases, timeline
@@ -158,8 +159,8 @@ def test_the_lines_of_several_phases_say_what_each_reads_and_what_is_repeated() 
         "source     books: 1,601 tokens, 1 document; 3,408 tokens of it are read, 2.13 epochs",
         "           long: 53.2% of the draws, 3,408 tokens in 213 samples of 16, 1,808 of them not for the "
         "first time; 2.13 epochs by its end",
-        "warning    sources.books passes one epoch at step 123 (phase long), and the run reads 2.13: what "
-        "was read is read again from there on",
+        "warning    sources.books passes one epoch at step 123 (phase long), and the run reads 2.13 epochs: "
+        "what was read is read again from there on",
     ]
 
 
@@ -215,8 +216,8 @@ def test_the_lines_warn_of_an_epoch_that_is_passed_and_of_documents_in_common() 
     sampler = make_sampler(7, timeline([("m", SEQ_LEN, [(80, 8)])]), weights, sources)
     warnings = [line for line in usage_lines(sampler, sources) if line.startswith("warning")]
     assert warnings == [
-        "warning    sources.a passes one epoch at step 69 (phase m), and the run reads 1.19: what was read "
-        "is read again from there on",
+        "warning    sources.a passes one epoch at step 69 (phase m), and the run reads 1.19 epochs: what was "
+        "read is read again from there on",
         "warning    sources.a and sources.b have 1 document of memory_0 in common, 1,601 tokens: each "
         "repeats what the other reads, and their epochs are counted apart",
     ]
@@ -236,3 +237,16 @@ def test_a_phases_mixture_holds_from_its_first_draw_and_to_each_of_its_blocks() 
     assert 90 <= first["code"] <= 166  # of 256, half by weight
     assert first["books"] >= 38
     assert [use.share for use in usage(sampler) if use.phase == "next"] == [0.25, 0.5, 0.25]
+
+
+def test_a_small_number_of_epochs_is_told_with_its_digits_and_one_just_over_a_cap_as_more() -> None:
+    assert [counted_epochs(n) for n in (0.0, 0.00123, 0.374, 2.0)] == [
+        "0.00 epochs",
+        "0.0012 epochs",
+        "0.37 epochs",
+        "2.00 epochs",
+    ]
+    assert counted_epochs(1.0004, 1) == "1.0004 epochs"
+    few = make_sampler(7, timeline([("main", 4, [(1, 8)])]), {"main": MIXTURES["main"]}, SOURCES)
+    [problem] = usage_problems(few, {"web": 0.001})
+    assert "28 tokens of 6,400, 0.0044 epochs; shorten" in problem

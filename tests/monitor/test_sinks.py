@@ -183,9 +183,22 @@ def test_validations_and_events_read_as_sentences() -> None:
         "validation at step 1,000  loss web 2.5000 (to 512: 2.7500, to 1,024: 2.2500) "
         "key at 1,024: -0.25 to 0.99  code 1.2500 (to 1: 4.0000)"
     )
+    retrieval["web"]["1024"] = {"0": -0.0, "100": -0.004}
+    line = event_line(validation | {"by_position": by_position, "retrieval": retrieval})
+    assert "key at 1,024: 0.00 to 0.00" in line
     checkpoint = {"event": "checkpoint", "step": 7, "attempt": 2, "seconds": 1.23456789, "time": 1.0}
     assert event_line(checkpoint) == "checkpoint at step 7  seconds 1.23"
     assert event_line({"event": "stop", "attempt": 1, "reason": "SIGTERM"}) == "stop  reason SIGTERM"
+
+
+def test_no_value_of_an_event_is_told_in_the_spelling_of_python() -> None:
+    event = {"event": "odd", "attempt": 1, "is_new": True, "hosts": ["a", None], "gone": [], "none": None}
+    assert event_line(event) == "odd  is_new true  hosts a, none  gone nothing"
+    skipped = {"phase": "main", "start": 3, "stop": 4, "num_samples": 1}
+    assert (
+        event_line({"event": "rollback", "skipped": skipped})
+        == "rollback  skipped main draws 3 to 4, 1 sample"
+    )
 
 
 def test_what_was_read_is_one_line_with_each_share_beside_its_weight() -> None:
@@ -280,7 +293,7 @@ def test_nested_values_are_told_in_a_few_words_and_never_poured_out() -> None:
     record |= {"rank_losses": {"8": [1.0, 2.0], "9": [1.0, 9.0]}, "hosts": ["a:0", "b:0"], "to_step": None}
     assert event_line(record) == (
         "rollback at step 9  incident 1  skipped main draws 100 to 200, 100 samples  "
-        "rank_losses 2 in metrics.jsonl  hosts ['a:0', 'b:0']"
+        "rank_losses 2 in metrics.jsonl  hosts a:0, b:0"
     )
     few = {"event": "suspects", "attempt": 1, "samples": [{"loss": 9.0, "text": "x" * 5000}]}
     assert event_line(few) == "suspects  samples 1 in metrics.jsonl"
