@@ -94,6 +94,18 @@ def rate_tokens_of_past(old: Mapping[str, Any], new: Mapping[str, Any], step: in
     return None
 
 
+def rates_words(path: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int | None) -> str:
+    """Of a field that scales rates, why that is of the past, and the key that leaves the past as it is."""
+    if path not in ("batch.rate_rule", "batch.rate_tokens"):
+        return ""
+    kept = rate_tokens_of_past(old, new, step)
+    way_out = "" if kept is None else f"; batch.rate_tokens = {kept} leaves them as they were"
+    return (
+        ": the rule multiplies the rates of past steps by the size of their batch over batch.rate_tokens "
+        f"(which is batch.tokens where the file does not say it), so they would be others{way_out}"
+    )
+
+
 def _met_batches(batch: Mapping[str, Any], step: int) -> list[tuple[int, int, float]]:
     """The batches that the first `step` steps had: first step, tokens, what the rate was multiplied by."""
     rule, full = batch.get("rate_rule", "none"), batch["tokens"]

@@ -16,7 +16,7 @@ from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.identity import identity_of, with_unit
 from ds_pretrain.meaning import compared
-from ds_pretrain.past import changed_fields, past_changes, rate_tokens_of_past
+from ds_pretrain.past import changed_fields, past_changes, rates_words
 from ds_pretrain.plan import Plan
 from ds_pretrain.rank_files import save_file, stop_file
 from ds_pretrain.reading import listed
@@ -183,7 +183,8 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
     )
     chunk_problems = [] if is_of_length else changed_chunks(old_chunks, new_chunks)
     return [f"{plan.run_path}: {problem}" for problem in chunk_problems] + [
-        f"{plan.run_path}: {_otherwise(path, old, new, where)}{_rates_words(path, record, identity)}; "
+        f"{plan.run_path}: {_otherwise(path, old, new, where)}"
+        f"{rates_words(path, record.identity, identity, record.saved_step)}; "
         + (
             f'set it back, or accept it with accept_changes = ["{path}"]'
             if plan.may_change(path)
@@ -202,18 +203,6 @@ def _otherwise(path: str, old: Any, new: Any, where: str) -> str:
     now = "no longer there" if new is None else with_unit(path, new)
     before = "without it" if old is None else f"with {with_unit(path, old)}"
     return f"`{path}` is {now}, but {where} was started {before}"
-
-
-def _rates_words(path: str, record: RunRecord, identity: Mapping[str, Any]) -> str:
-    """Of what scales rates, why that is of the past, and the key that leaves the past as it is."""
-    if path not in ("batch.rate_rule", "batch.rate_tokens"):
-        return ""
-    kept = rate_tokens_of_past(record.identity, identity, record.saved_step)
-    way_out = "" if kept is None else f"; batch.rate_tokens = {kept} leaves them as they were"
-    return (
-        ": the rule multiplies the rates of past steps by the size of their batch over batch.rate_tokens "
-        f"(which is batch.tokens where the file does not say it), so they would be others{way_out}"
-    )
 
 
 class RunLock:

@@ -13,6 +13,7 @@ from ds_pretrain.base import Base
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.models.groups import is_partitioned, owned_parameters, whole_shape
 from ds_pretrain.models.init import Gather, KindReport, check_weights, measured
+from ds_pretrain.reading import counted, listed
 from ds_pretrain.world import World, from_main, gather_objects
 
 # Buffers that older files hold and models compute themselves: causal masks and rotary tables.
@@ -91,20 +92,20 @@ def base_problems(model: Any, base: Base) -> list[str]:
     used = {key for stored in names.values() for key in stored}
     surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
     problems = [
-        f"model.from: {base.folder} {what} {len(found)} of the model's tensors: {_listed(found)}"
+        f"model.from: {base.folder} {what} {len(found)} of the model's tensors: {listed(found, _SHOWN)}"
         for found, what in ((missing, "lacks"), (other, "has in another shape"))
         if found
     ]
     if coded:
         problems.append(
             f"model.from: {base.folder} has {len(coded)} of the model's tensors as numbers that no weights "
-            f"are trained as: {_listed(coded)}; expected {', '.join(_KINDS)}: take the model from before it "
-            "was quantized"
+            f"are trained as: {listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model from "
+            "before it was quantized"
         )
     if surplus:
         problems.append(
-            f"model.from: {base.folder} has {len(surplus)} tensors that the model of its config.json has no "
-            f"place for: {_listed(surplus)}"
+            f"model.from: {base.folder} has {counted(len(surplus), 'tensor')} that the model of its "
+            f"config.json has no place for: {listed(surplus, _SHOWN)}"
         )
     if (missing and surplus) or any("experts" in name for name in missing):
         problems[-1] += "; names have to be those of the model's own code in the installed Transformers"
@@ -149,7 +150,3 @@ def _untied(names: dict[str, list[str]], base: Base) -> Iterator[str]:
                         f"model.from: {base.folder} has {first} and {other} with different values, and its "
                         'config ties them; set "tie_word_embeddings" to false there'
                     )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -196,13 +196,9 @@ def _validated(source: str, record: Mapping[str, Any]) -> str:
     if ends:
         text += f" ({', '.join(f'to {int(end):,}: {_fixed(loss, 4)}' for end, loss in ends)})"
     for length, scores in list(record.get("retrieval", {}).get(source, {}).items())[-1:]:
-        found = sorted(scores.values())
-        text += f" key at {int(length):,}: {_score(found[0])} to {_score(found[-1])}"
+        found = [round(score, 2) + 0.0 for score in sorted(scores.values())]  # never -0.00
+        text += f" key at {int(length):,}: {found[0]:.2f} to {found[-1]:.2f}"
     return text
-
-
-def _score(value: float) -> str:
-    return f"{round(value, 2) + 0.0:.2f}"  # never -0.00
 
 
 def _read(name: str, source: Mapping[str, Any]) -> str:
