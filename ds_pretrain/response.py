@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_pretrain.reading import counted
 from ds_pretrain.spans import step_after, step_before
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.timeline import Duration, Timeline
@@ -57,9 +58,9 @@ def respond(
     since = step_before(ladder.timeline, step, ladder.stretch)
     recent = [rollback for rollback in history if rollback.step > since]
     if len(recent) >= ladder.rollbacks:
-        return Response(
-            "stop", newest, f"{len(recent)} rollbacks in {ladder.stretch} are all that is allowed"
-        )
+        are = "is" if len(recent) == 1 else "are"
+        words = f"{counted(len(recent), 'rollback')} in {ladder.stretch} {are} all that is allowed"
+        return Response("stop", newest, words)
     here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
     if len(here) >= len(ladder.respond):
         tried = ", then ".join(rollback.response for rollback in here)

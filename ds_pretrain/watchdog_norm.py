@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import exp, log
 
 from ds_pretrain.config import WatchdogSection
+from ds_pretrain.reading import counted
 from ds_pretrain.robust import Usual, accept, num_last_above, score
 from ds_pretrain.verdict import OK, Action, Judged, StepLike, Verdict, is_warm, longer
 from ds_pretrain.watchdog_memory import Memory, Stretch
@@ -41,7 +42,8 @@ def judge_same_norm(settings: WatchdogSection, memory: Memory, norm: float | Non
     memory = replace(memory, same_norm=stretch)
     if 2 * stretch.num_steps < settings.patience:
         return memory, OK
-    message = f"the gradient norm is {norm:g} at {stretch.num_steps} more steps since step {stretch.onset}"
+    more = counted(stretch.num_steps, "more step")
+    message = f"the gradient norm is {norm:g} at {more} since step {stretch.onset}"
     action: Action = "roll_back" if stretch.num_steps >= settings.patience else "watch"
     return memory, Verdict(action, "frozen_norm", stretch.onset, message)
 

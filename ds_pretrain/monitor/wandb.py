@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Literal, Protocol
 
 from ds_pretrain.monitor.sinks import say
+from ds_pretrain.reading import counted
 
 _LONGEST_TEXT = 1000  # characters of a value
 _NESTED = (list, tuple, Mapping)
@@ -106,7 +107,7 @@ class Wandb:
             self._degrade(f"it did not finish within {self._patience.finish:g} s")
             _end_service()
         if num_unsent:
-            say(sys.stderr, f"W&B did not get {num_unsent} records; metrics.jsonl has everything")
+            say(sys.stderr, f"W&B did not get {counted(num_unsent, 'record')}; metrics.jsonl has everything")
 
     def _work(self) -> None:
         pause = self._patience.first_pause
