@@ -203,7 +203,7 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
     ranks = run_ranks(run_sick, 2, str(spent), POISON, ("watchdog.rollbacks=1",))
     assert [code for code, _, _ in ranks] == [EXIT_NEEDS_PERSON] * 2
-    assert "1 rollback in 5,000 steps is all that is allowed" in ranks[0][1]
+    assert "1 rollback in 5000 steps is all that is allowed" in ranks[0][1]
 
     observed = make_sick_run(tmp_path / "observed")
     ranks = run_ranks(run_sick, 2, str(observed), POISON, ('watchdog.mode="observe"',))
