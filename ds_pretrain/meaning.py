@@ -93,10 +93,14 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, 
     """Two identities with what they mean in place of what is written, so that changes are those of meaning.
 
     The rope of a phase is what it makes of positions; of what phases inherit, a change is left in the first
-    alone. A phase that is only called otherwise stands under its old name, and has both as its `name`.
+    alone. A phase that is only called otherwise stands under its old name, and has both as its `name`. What
+    an identity does not say of its batch, as older ones do not, is what a run file means by default.
     """
     pair = tuple({**identity, "phases": _with_positions(identity)} for identity in (old, new))
     try:
+        for identity in pair:
+            batch = identity["batch"]
+            identity["batch"] = {"rate_rule": "none", "rate_tokens": batch["tokens"], **batch}
         configs = [dict(identity["model"]["config"]) for identity in pair]
         for identity, meaning in zip(pair, _meanings(*configs), strict=True):
             identity["model"] = {**identity["model"], "config": meaning}

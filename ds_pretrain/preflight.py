@@ -43,15 +43,11 @@ class Inputs:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """What each training source holds, in words and a hash: another text means other data."""
+        """What each training source holds. Runs remember these very texts: their wording never changes."""
         return {
-            name: f"{source.num_tokens} tokens, {_documents(source)}, {source.fingerprint()[:16]}"
+            name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
         }
-
-
-def _documents(source: TokenSource) -> str:
-    return "1 document" if source.num_documents == 1 else f"{source.num_documents} documents"
 
 
 def open_inputs(plan: Plan) -> Inputs:
@@ -92,8 +88,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
-    problems += rope_value_problems(plan.model, plan.run.model.config)
-    problems += model_problems(plan)
+    problems += rope_value_problems(plan.model, plan.run.model.config) or list(model_problems(plan))
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
     for source, seq_len in _read_at(plan, inputs):

@@ -1,30 +1,42 @@
 """Durations laid onto a run: so much after a step, so much before it, and every so much.
 
-Steps count alike everywhere; tokens count by the batches that lie there, which a ramp makes larger.
+Steps count alike everywhere; tokens count by the batches that lie there, which a ramp makes larger. Behind
+the end of the run, where a place may lie after it was shortened, they count by its last batch.
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import ceil
 
 from ds_pretrain.timeline import Duration, Timeline
 
 
 def step_after(timeline: Timeline, step: int, duration: Duration) -> int:
-    """The first step by which steps or tokens of a duration are done after `step`; at most the last one."""
+    """The first step by which steps or tokens of a duration are done after `step`."""
     if duration.unit == "steps":
-        return min(timeline.last_step, step + int(duration.amount))
-    return timeline.step_at(timeline.tokens_before(step) + duration.amount)
+        return step + int(duration.amount)
+    wanted = _tokens_before(timeline, step) + duration.amount
+    if (missing := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + ceil(missing / timeline.segments[-1].tokens_per_step)
+    return max(step, timeline.step_at(wanted))
 
 
 def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
     """The last step from which steps or tokens of a duration were done up to `step`; at least 0."""
     if duration.unit == "steps":
         return max(0, step - int(duration.amount))
-    wanted = timeline.tokens_before(step) - duration.amount
+    wanted = _tokens_before(timeline, step) - duration.amount
     if wanted <= 0:
         return 0
+    if (more := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + int(more // timeline.segments[-1].tokens_per_step)
     first = timeline.step_at(wanted)
     return first - (timeline.tokens_before(first) > wanted)
+
+
+def _tokens_before(timeline: Timeline, step: int) -> int:
+    beyond = max(0, step - timeline.last_step)
+    return timeline.tokens_before(step - beyond) + beyond * timeline.segments[-1].tokens_per_step
 
 
 @dataclass(frozen=True)

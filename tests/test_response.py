@@ -180,3 +180,14 @@ def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_t
         "4 rollbacks in 1024 tokens are all that is allowed"
     )
     assert respond(ladder, spent, far, 301, CALM).action == "replay"
+
+
+@pytest.mark.parametrize("skip_after", ["180 steps", "23_040 tokens"])
+def test_a_place_is_as_large_at_the_end_of_a_run_and_behind_the_end_of_one_that_was_shortened(
+    skip_after: str,
+) -> None:
+    ladder = replace(LADDER, patience=0, skip_after=parse_duration(skip_after))
+    for onset in (1000, 1995, 2000, 2500):
+        here = replace(FIRST, onset=onset)
+        near = [is_same_place(ladder, here, onset - back) for back in (45, 180, 181)]
+        assert near == [True, True, False]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain import cli, commands
+from ds_pretrain import cli
+from ds_pretrain import commands as commands_module
 from ds_pretrain import sample as sample_module
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint.store import newest_intact
@@ -230,6 +231,6 @@ def test_ctrl_c_says_so_in_a_line(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "load_plan", interrupted)
+    monkeypatch.setattr(commands_module, "load_plan", interrupted)
     assert cli.main(["sample", "run.toml"]) == 130
     assert capsys.readouterr().err == "ds-pretrain: interrupted\n"

@@ -83,9 +83,7 @@ def test_a_view_is_the_stream_of_the_chosen_documents(chunk: int, monkeypatch: p
             with pytest.raises(IndexError, match="no tokens"):
                 found.tokens(len(stream), 1)
             details = chosen_of(found)
-            assert (details is None) == (found is source) == (len(chosen) == source.num_documents)
-            if details is None:
-                continue
+            assert details is not None
             assert details.documents.tolist() == [number for number, _ in chosen]
             assert [int(source.stream[details.origin_of(at)]) for at in range(len(stream))] == stream
     assert num_views > 40
@@ -144,7 +142,8 @@ def test_p05_the_choice_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert len(fingerprints) == len(views) + 1
     assert view(source, 34, None).fingerprint() == view(source, 40, None).fingerprint()  # the same documents
     lengths = source.sequence_lengths
-    assert view(source, 1, None) is view(source, int(lengths.min()), int(lengths.max())) is source  # all
+    least, most = int(lengths.min()), int(lengths.max())
+    assert view(source, 1, None).fingerprint() == view(source, least, most).fingerprint()  # all of them
     for ending in ("bin", "idx", "json"):
         shutil.copy(tmp_path / f"books.{ending}", tmp_path / f"moved.{ending}")
     assert view(open_source(tmp_path / "moved"), 40, None).fingerprint() == views[3].fingerprint()
