@@ -1,6 +1,6 @@
 """What of a plan has happened already, and so may not change any more; what lies ahead may.
 
-Identities are those of `Plan.identity`: plain types, with phases, batches and schedule in steps.
+Identities are those of `identity.identity_of`: plain types, with phases, batches and schedule in steps.
 """
 
 import sys
