@@ -12,11 +12,12 @@ from ds_pretrain.data.feed import Feed
 from ds_pretrain.engine import Engine
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.identity import with_unit
+from ds_pretrain.known_run import KnownRun
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.plan import Plan
 from ds_pretrain.probing import check_probe
-from ds_pretrain.run_directory import KnownRun, RunRecord
+from ds_pretrain.run_directory import RunRecord
 from ds_pretrain.stages import Stages
 from ds_pretrain.state import RunState
 from ds_pretrain.world import World
@@ -35,17 +36,7 @@ NO_WISH = Wish()
 
 def known_run(found: Found | None) -> KnownRun | None:
     """What a checkpoint says of its run."""
-    if found is None:
-        return None
-    manifest = found.manifest
-    return KnownRun(
-        str(found.folder.absolute()),
-        manifest.step,
-        manifest.attempt,
-        manifest.wandb_id,
-        manifest.identity,
-        len(found.state.rollbacks),
-    )
+    return None if found is None else KnownRun.of(found.folder, found.manifest, found.state)
 
 
 def origin_of(plan: Plan, wish: Wish, world: World, tell: Callable[[str], None]) -> Found | None:

@@ -15,6 +15,7 @@ from ds_pretrain.cure import read_cure
 from ds_pretrain.errors import InputError
 from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
 from ds_pretrain.identity import identity_of, with_unit
+from ds_pretrain.known_run import KnownRun
 from ds_pretrain.meaning import compared
 from ds_pretrain.past import changed_fields, past_changes, rates_words
 from ds_pretrain.plan import Plan
@@ -85,18 +86,6 @@ def read_record(out: Path) -> RunRecord | None:
         ) from error
 
 
-@dataclass(frozen=True)
-class KnownRun:
-    """What a checkpoint remembers of its run: enough to go on where `run.json` was lost."""
-
-    folder: str
-    step: int
-    attempt: int
-    wandb_id: str | None
-    identity: Mapping[str, Any]
-    num_rollbacks: int = 0
-
-
 def directory_problems(
     plan: Plan, data: Mapping[str, str], known: KnownRun | None = None, origin: KnownRun | None = None
 ) -> list[str]:
@@ -104,7 +93,8 @@ def directory_problems(
 
     `data` describes the content of each source. `known` is what the newest checkpoint remembers: a kill may
     have come between its publication and the note of it in the record, and the record may be lost. `origin`
-    is what another run's checkpoint remembers that a run without either begins from.
+    is what the checkpoint at `resume_from` remembers that a run without either begins from: of another run
+    all is compared, of this one, which goes on elsewhere or is a copy of its own past, what lies before it.
     """
     try:
         record = read_record(plan.out)
@@ -114,19 +104,22 @@ def directory_problems(
         return [problem]
     if problems := _foreign_files(plan) if record is None else []:
         return problems
+    goes_on = record is None and known is None and origin is not None and origin.name == plan.run.name
+    newest = origin if goes_on else known
     record = record or _remembered(plan, known, origin)
     if record is None or (record.origin is not None and not record.identity):  # what is not ours says nothing
         return []
-    newest = None if known is None else known.step
-    steps = [step for step in (record.saved_step, newest) if step is not None]
-    return differences(plan, replace(record, saved_step=max(steps, default=None)), data)
+    steps = (record.saved_step, None if newest is None else newest.step)
+    met = max((step for step in steps if step is not None), default=None)
+    return differences(plan, replace(record, saved_step=met), data)
 
 
 def _remembered(plan: Plan, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
     """The record of a run that has none, as a checkpoint has it: its own, else one of another run."""
     if known is not None:
-        name, wandb_id = str(known.identity.get("name")), known.wandb_id or _new_id()
-        return RunRecord(name, known.identity, known.attempt, wandb_id, known.step)
+        return RunRecord(
+            known.name, known.identity, known.attempt, known.wandb_id or _new_id(), saved_step=known.step
+        )
     if origin is None:
         return None
     return RunRecord(

@@ -1,17 +1,22 @@
-"""What checkpoints on this host say of their run, by their manifests alone. No torch."""
+"""What checkpoints on this host say of their run, by their small files alone. No torch.
 
+Nothing has been set aside yet, so whatever these folders hold is passed over where a start would not take it:
+the start says what is wrong with it.
+"""
+
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, parse_manifest, published
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, parse_manifest, published, step_of
+from ds_pretrain.known_run import KnownRun
 from ds_pretrain.plan import Plan
-from ds_pretrain.run_directory import KnownRun
 from ds_pretrain.state import RunState
 
 
 def newest_here(plan: Plan) -> KnownRun | None:
     """What the newest readable checkpoint of a run's own remembers; None if there is none."""
-    found = (_known(folder) for folder in published(plan.checkpoints))
-    return next((known for known in found if known is not None), None)
+    return next(_known_in(plan.checkpoints), None)
 
 
 def origin_here(plan: Plan) -> KnownRun | None:
@@ -19,17 +24,21 @@ def origin_here(plan: Plan) -> KnownRun | None:
     return None if plan.run.resume_from is None else _known(Path(plan.run.resume_from))
 
 
+def _known_in(root: Path) -> Iterator[KnownRun]:
+    try:
+        folders = published(root)
+    except OSError:
+        return
+    yield from (known for folder in folders if (known := _known(folder)) is not None)
+
+
 def _known(folder: Path) -> KnownRun | None:
     try:
         manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
-        state = RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):  # a start says what is wrong with it
+        text = (folder / RUN_STATE).read_bytes()
+        if hashlib.sha256(text).hexdigest() != manifest.files[RUN_STATE].sha256:
+            return None
+        state = RunState.from_json(text.decode())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return KnownRun(
-        str(folder.absolute()),
-        manifest.step,
-        manifest.attempt,
-        manifest.wandb_id,
-        manifest.identity,
-        len(state.rollbacks),
-    )
+    return KnownRun.of(folder, manifest, state) if step_of(folder.name) in (None, manifest.step) else None

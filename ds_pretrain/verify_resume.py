@@ -1,9 +1,9 @@
 """`ds-pretrain verify-resume`: proof on one's own cluster and configuration that a resume changes nothing.
 
 The first launch trains 2K steps, from the beginning or from a checkpoint of the run, and saves after K and
-after 2K. The checkpoint after 2K is put aside, the second launch, the same command, resumes after K and
-trains to 2K, and what both made of these K steps is compared: samples, losses and norms from metrics.jsonl,
-every tensor and random stream from the checkpoints.
+after 2K. What it saved after step K (at 2K, and where a phase ends in between) is put aside, the second
+launch, the same command, resumes after K and trains to 2K, and what both made of these K steps is compared:
+samples, losses and norms from metrics.jsonl, every tensor and random stream from the checkpoints.
 
     OUT.verify-resume/
         verify-resume.lock              says whose folder this is, and holds it while the command runs
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_pretrain.checkpoint.inventory import chosen
-from ds_pretrain.checkpoint.layout import step_name
+from ds_pretrain.checkpoint.layout import step_name, step_of
 from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import Plan, load_plan
@@ -85,10 +85,11 @@ def verify_resume(
     with _held(place.folder):
         if (code := _launched(launch, place, "first", (middle, last))) is not None:
             return code
-        place.straight(last).parent.mkdir()
-        place.saved(last).rename(place.straight(last))
+        _put_aside(place, middle)
         if (code := _launched(launch, place, "second", (last,))) is not None:
             return code
+        if not _went_on_at(place, middle):
+            return EXIT_FAILED
         equal = _compared(place, middle, last)
     if not equal:
         print(f"kept for a closer look: {place.folder}")
@@ -220,9 +221,34 @@ def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequen
     if code in (EXIT_FINISHED, EXIT_PREEMPTED) and not missing:
         return None
     lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
-    print(f"verify-resume: the {which} launch ended with code {code}{lacking}; nothing is proven")
-    print(f"kept for a closer look: {place.folder}")
+    _tell_unproven(place, f"the {which} launch ended with code {code}{lacking}")
     return code or EXIT_FAILED
+
+
+def _tell_unproven(place: Place, why: str) -> None:
+    print(f"verify-resume: {why}; nothing is proven")
+    print(f"kept for a closer look: {place.folder}")
+
+
+def _put_aside(place: Place, middle: int) -> None:
+    """Take away whatever a start would find, finish or go on from that was saved after `middle`."""
+    aside = place.straight(middle).parent
+    aside.mkdir()
+    for folder in list(place.saved(middle).parent.iterdir()):
+        if (step_of(folder.name.partition(".")[0]) or 0) > middle:
+            folder.rename(aside / folder.name)
+
+
+def _went_on_at(place: Place, middle: int) -> bool:
+    """Whether the second launch resumed after `middle`; says so if not."""
+    path = place.out / "metrics.jsonl"
+    records = read_metrics(path) if path.is_file() else iter(())
+    begun = (r for r in records if r.get("event") in ("start", "resume") and r.get("attempt") == 2)
+    found = next(begun, {}).get("step")
+    if found != middle:
+        where = "somewhere that metrics.jsonl does not tell" if found is None else f"after step {found:,}"
+        _tell_unproven(place, f"the second launch went on {where}, expected {middle:,} (see above why)")
+    return bool(found == middle)
 
 
 def _compared(place: Place, middle: int, last: int) -> bool:
@@ -232,10 +258,6 @@ def _compared(place: Place, middle: int, last: int) -> bool:
     straight, resumed = _steps_by_attempt(read_metrics(place.out / "metrics.jsonl"))
     half = range(middle + 1, last + 1)
     different_step = first_difference(straight, resumed, half)
-    if (begun := min(resumed, default=0)) != half.start:
-        different_step = (
-            f"the second launch went on after step {begun - 1:,}, expected {middle:,}; see above why"
-        )
     found = differences(place.straight(last), place.saved(last))
     lines = [] if found.same_state else list(difference_lines(found))
     compared = (found.num_tensors, len(half), found.num_streams, found.num_ranks)

@@ -24,10 +24,11 @@ from ds_pretrain.checkpoint.synced import copied_beside
 from ds_pretrain.cli import main
 from ds_pretrain.files import checksum
 from ds_pretrain.identity import identity_of
+from ds_pretrain.known_run import KnownRun
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.record import Probe
-from ds_pretrain.run_directory import KnownRun, claim, read_record
+from ds_pretrain.run_directory import claim, read_record
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from tests.scenario import make_run, write_corpus
 

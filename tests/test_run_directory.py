@@ -1,5 +1,6 @@
 """The run directory: whose it is, how often it was started, and what a start may not change."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, Manifest, step_name
 from ds_pretrain.cure import write_cure
 from ds_pretrain.errors import InputError
+from ds_pretrain.known_run import KnownRun
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.run_directory import (
-    KnownRun,
     RunLock,
     RunRecord,
     claim,
@@ -21,6 +23,7 @@ from ds_pretrain.run_directory import (
     note_saved,
     read_record,
 )
+from ds_pretrain.standing import newest_here, origin_here
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from tests.scenario import deepspeed_json, make_run, write_corpus
 
@@ -147,6 +150,118 @@ def test_a_lost_record_is_made_again_from_the_checkpoint_and_compared(tmp_path: 
         claim(load_plan(run_file, ["seed=8"]), {}, known)
     record = claim(load_plan(run_file), {}, known)
     assert (record.attempt, record.wandb_id, record.saved_step) == (4, first.wandb_id, 40)
+
+
+def test_a_run_that_goes_on_elsewhere_from_its_own_checkpoint_is_compared_up_to_there(tmp_path: Path) -> None:
+    """That is none of this directory, which a later start must not miss. Of another run, all is compared."""
+    run_file = make_run(tmp_path)
+    first = start(run_file)
+    origin = KnownRun("/a/step_000000004", 4, 3, first.wandb_id, first.identity, num_rollbacks=2)
+    plan = load_plan(run_file, [f"out={tmp_path}/new", "schedule.length=20 steps", "schedule.decay=3 steps"])
+    assert directory_problems(plan, {}, None, origin) == []
+    [problem] = directory_problems(plan, {}, None, replace(origin, step=11))
+    assert "`schedule.length` is 20 steps, but the run of /a/step_000000004 was started with 12" in problem
+    other = load_plan(run_file, ["name=other", *plan.overrides])
+    assert "`schedule.length` is 20 steps" in "".join(directory_problems(other, {}, None, origin))
+    other_seed = load_plan(run_file, ["seed=8", *plan.overrides])
+    assert "`seed` is 8" in "".join(directory_problems(other_seed, {}, None, origin))
+    plan.out.mkdir()
+    record = claim(plan, {}, None, origin)
+    assert (record.attempt, record.saved_step, record.origin) == (1, None, origin.folder)
+    assert [change["field"] for change in record.changes] == ["schedule.length"]
+    assert record.wandb_id != first.wandb_id
+    assert claim(plan, {}, None, origin).attempt == 2  # it died before it saved
+
+
+BROKEN: dict[str, dict[str, str]] = {
+    "a state that is a list": {RUN_STATE: "[]"},
+    "a state without fields": {RUN_STATE: '{"version": 1}'},
+    "a state of another version": {RUN_STATE: '{"version": 9}'},
+    "a state that nests too deeply": {RUN_STATE: "[" * 100_000},
+    "a state whose memory is a list": {
+        RUN_STATE: '{"version": 1, "step": 8, "skips": [], "watchdog": []}',
+    },
+    "a state that is no text": {RUN_STATE: "\udcff"},
+    "a torn state": {RUN_STATE: '{"version": 1, "st'},
+    "a manifest that is a list": {MANIFEST: "[]"},
+    "a manifest that nests too deeply": {MANIFEST: '{"version":' * 100_000},
+    "a manifest that is no text": {MANIFEST: "\udcff"},
+}
+
+
+@pytest.mark.parametrize("texts", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_checkpoint_that_is_broken_is_passed_over_before_a_start_has_set_it_aside(
+    tmp_path: Path, texts: dict[str, str], is_listed: bool
+) -> None:
+    """Also one whose manifest lists what its state says, as a program with a fault would write it."""
+    plan = load_plan(make_run(tmp_path))
+    intact, broken = (write_checkpoint(plan.checkpoints / step_name(step), step) for step in (4, 8))
+    known = newest_here(plan)
+    assert known is not None
+    assert known.step == 8
+    write_checkpoint(broken, 8, texts.get(RUN_STATE) if is_listed else None)
+    for name, text in texts.items():
+        (broken / name).write_bytes(text.encode(errors="surrogateescape"))
+    known = newest_here(plan)
+    assert known is not None
+    assert known.folder == str(intact)
+    assert origin_here(load_plan(plan.run_path, [f"resume_from={broken}"])) is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST, RUN_STATE])
+def test_a_file_of_a_checkpoint_that_is_a_folder_or_gone_is_passed_over(tmp_path: Path, name: str) -> None:
+    plan = load_plan(make_run(tmp_path))
+    folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
+    (folder / name).unlink()
+    assert newest_here(plan) is None
+    (folder / name).mkdir()
+    assert newest_here(plan) is None
+    shutil.rmtree(folder)
+    folder.touch()
+    assert newest_here(plan) is None
+
+
+def test_a_state_that_is_not_the_one_that_was_saved_and_a_manifest_of_another_step_say_nothing(
+    tmp_path: Path,
+) -> None:
+    """A start sets both aside: what they say must not be what it is compared with."""
+    plan = load_plan(make_run(tmp_path))
+    folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
+    (folder / RUN_STATE).write_text(RunState(9).to_json())
+    assert newest_here(plan) is None
+    write_checkpoint(folder, 8)
+    folder.rename(folder.with_name(step_name(12)))
+    assert newest_here(plan) is None
+    moved = folder.with_name("copy of 8")  # any name will do to begin from
+    folder.with_name(step_name(12)).rename(moved)
+    origin = origin_here(load_plan(plan.run_path, [f"resume_from={moved}"]))
+    assert origin is not None
+    assert origin.step == 8
+
+
+def write_checkpoint(folder: Path, step: int, state: str | None = None) -> Path:
+    """A checkpoint as far as anything without torch looks at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = RunState(step).to_json() if state is None else state
+    content = text.encode(errors="surrogateescape")
+    (folder / RUN_STATE).write_bytes(content)
+    manifest = Manifest(
+        step=step,
+        tokens=0,
+        samples=0,
+        world_size=1,
+        zero_stage=3,
+        versions={},
+        created="2026-01-01T00:00:00+00:00",
+        attempt=1,
+        wandb_id="id",
+        overrides=(),
+        identity={"name": "tiny"},
+        files={RUN_STATE: FileEntry(len(content), hashlib.sha256(content).hexdigest())},
+    )
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return folder
 
 
 # An override of the second start, the field that it changes, and whether accept_changes can let it through.

@@ -1,6 +1,7 @@
 """`ds-pretrain verify-resume`: what it proves on real ranks, and that it finds what is planted."""
 
 import fcntl
+import json
 import math
 import random
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from ds_pretrain import partitions
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint.layout import published, step_of
 from ds_pretrain.cli import main
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import InputError, Preempted
@@ -135,6 +137,93 @@ def test_from_a_checkpoint_of_the_run_a_resume_on_a_change_of_phase_is_proven(
         verify_resume(str(run_file), (), K, start, begin=3)
     with pytest.raises(InputError, match="is 12 steps, and the proof trains 10 after step 4"):
         verify_resume(str(run_file), (), 5, start, begin=4)
+
+
+def test_what_is_saved_at_a_phases_end_between_the_two_saves_is_out_of_the_second_launchs_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = make_run(tmp_path)
+    change = LONG.replace("6 steps", "3 steps")
+    run_file.write_text(run_file.read_text().replace("[validation]", f"{change}[validation]"))
+    place, found = Place(tmp_path / "out.verify-resume"), []
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        found.append(published_steps(place))
+        codes = run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)
+        found.append(published_steps(place))
+        return int(codes[0])
+
+    assert verify_resume(str(run_file), (), K, start) == 0, capsys.readouterr().out
+    assert found == [[], [4, 3, 2, 1], [2, 1], [4, 3, 2, 1]]
+    assert "proved     a resume after step 2, through steps 3 to 4: main, long" in capsys.readouterr().out
+
+
+def published_steps(place: Place) -> list[int | None]:
+    """Those that a start would find, newest first."""
+    return [step_of(folder.name) for folder in published(place.out / "checkpoints")]
+
+
+def test_all_that_was_saved_after_the_middle_is_put_aside_whatever_its_name_ends_in(tmp_path: Path) -> None:
+    """A start would give a whole `.replaced.partial` its name back, and go on from there."""
+    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    endings = ("step_000000005", "step_000000005.replaced.partial", "step_000000004.left_1")
+    seen: list[list[str]] = []
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        root = place.out / "checkpoints"
+        if not root.is_dir():
+            for name in ("step_000000003", "step_000000003.broken", "step_000000006", "latest", *endings):
+                (root / name).mkdir(parents=True)
+            return 0
+        seen.append(sorted(path.name for path in root.iterdir()))
+        return 1
+
+    assert verify_resume(run_file, (), 3, start) == 1
+    assert seen == [["latest", "step_000000003", "step_000000003.broken"]]
+    assert sorted(p.name for p in place.straight(6).parent.iterdir()) == sorted([*endings, "step_000000006"])
+
+
+@pytest.mark.parametrize(
+    ("event", "where"),
+    [
+        ({"event": "resume", "attempt": 2, "step": 1}, "after step 1"),
+        ({"event": "start", "attempt": 2, "step": 0}, "after step 0"),
+        ({"event": "resume", "attempt": 1, "step": 3}, "somewhere that metrics.jsonl does not tell"),
+    ],
+)
+def test_a_second_launch_that_did_not_go_on_from_the_middle_proves_nothing(
+    event: dict[str, Any], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        for step in (3, 6):
+            place.saved(step).mkdir(parents=True, exist_ok=True)
+        (place.out / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+        return 0
+
+    assert verify_resume(run_file, (), 3, start) == 1
+    said = capsys.readouterr().out
+    assert f"the second launch went on {where}, expected 3 (see above why); nothing is proven" in said
+    assert "not the uninterrupted one" not in said
+    assert said.endswith(f"kept for a closer look: {place.folder}\n")
+
+
+def test_a_branch_is_proven_from_its_first_checkpoint_which_has_its_parents_past(tmp_path: Path) -> None:
+    """And so is a run whose plan ahead of the checkpoint has changed since."""
+    run_ranks(_train, 2, str(make_run(tmp_path, save_every="4 steps")), (), ("--stop-after", "4"), None)
+    run_file = tmp_path / "cool.toml"
+    text = (tmp_path / "run.toml").read_text().replace('name = "tiny"', 'name = "cool"')
+    text = text.replace("12 steps", "9 steps")
+    run_file.write_text(text.replace(f'out = "{tmp_path}/out"', f'out = "{tmp_path}/cool"'))
+    assert main(["branch", str(tmp_path / "out"), "--at", "4", str(run_file)]) == 0
+
+    def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
+        return int(run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)[0])
+
+    assert verify_resume(str(run_file), (), K, start, begin=4) == 0
+    with pytest.raises(AssertionError, match="`seed` is 8, but the run of"):
+        verify_resume(str(run_file), ("seed=8",), K, start, begin=4)
 
 
 def test_what_was_proven_is_told_by_phase_and_batch() -> None:
