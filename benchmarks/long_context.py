@@ -49,7 +49,7 @@ from ds_pretrain.opening import open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.record import IGNORED
 from ds_pretrain.resuming import Wish
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
 

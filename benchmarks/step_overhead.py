@@ -38,7 +38,7 @@ from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.opening import open_feed, open_run_engine
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import open_inputs
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.state import RunState
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects

@@ -38,7 +38,7 @@ from ds_pretrain.engine import Update, ZeroEngine
 from ds_pretrain.engine_start import initialize_distributed
 from ds_pretrain.healing import Watchdog
 from ds_pretrain.plan import load_plan
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.saving import Saver
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.train import train

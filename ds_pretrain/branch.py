@@ -26,12 +26,12 @@ from ds_pretrain.plan import Plan
 from ds_pretrain.preflight import Inputs, find_problems, open_inputs
 from ds_pretrain.run_directory import (
     Lineage,
-    RunLock,
     RunRecord,
     differences,
     occupied_problem,
     write_record,
 )
+from ds_pretrain.run_lock import RunLock
 
 
 def branch(place: Path | Remote, step: int, plan: Plan) -> None:

@@ -1,19 +1,16 @@
 """The run directory: which run it holds, how often it was started, and what a start may not change."""
 
-import fcntl
 import json
-import os
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ds_pretrain.chunk_rule import changed_chunks
 from ds_pretrain.cure import read_cure
 from ds_pretrain.errors import InputError
-from ds_pretrain.files import ensure_writable_folder, folder_problem, write_atomic
+from ds_pretrain.files import folder_problem, write_atomic
 from ds_pretrain.identity import identity_of, with_unit
 from ds_pretrain.known_run import KnownRun
 from ds_pretrain.meaning import compared
@@ -21,12 +18,12 @@ from ds_pretrain.past import changed_fields, past_changes, rates_words
 from ds_pretrain.plan import Plan
 from ds_pretrain.rank_files import save_file, stop_file
 from ds_pretrain.reading import listed
+from ds_pretrain.run_lock import LOCK
 
 _FILE = "run.json"
-_LOCK = ".run.lock"
 # What a launch leaves in a directory before there is a record.
 _OURS_BEFORE_THE_RECORD = {
-    _LOCK,
+    LOCK,
     ".shared",
     ".launch.lock",
     "launches.jsonl",
@@ -196,50 +193,6 @@ def _otherwise(path: str, old: Any, new: Any, where: str) -> str:
     now = "no longer there" if new is None else with_unit(path, new)
     before = "without it" if old is None else f"with {with_unit(path, old)}"
     return f"`{path}` is {now}, but {where} was started {before}"
-
-
-class RunLock:
-    """Holds the run directory for one start, on rank 0: however it was launched, a second one is refused."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._path, self._setting = plan.out / _LOCK, f"{plan.run_path}: out"
-        self._file: TextIO | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """True if the run directory is this start's to write to."""
-        return self._file is not None
-
-    def take(self) -> None:
-        """Hold it until `release`, or until this process ends. The directory is created if need be.
-
-        Raises:
-            InputError: it cannot be written, or another start of the run lives.
-        """
-        ensure_writable_folder(self._path.parent, self._setting)
-        file = self._path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip()
-            file.close()
-            raise InputError(
-                f"{self._path.parent}: this run is running already ({owner}); stop it with "
-                f"`touch {stop_file(self._path.parent)}` and wait, or give another `out`"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        self._file = file
-
-    def release(self) -> None:
-        """Let another start have it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def claim(

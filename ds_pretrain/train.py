@@ -53,7 +53,8 @@ from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.probing import probe_again
 from ds_pretrain.rank_files import record_exit, record_rank
 from ds_pretrain.resuming import NO_WISH, Wish, known_run, origin_of, refuse_step, resume, tell_changes
-from ds_pretrain.run_directory import RunLock, claim
+from ds_pretrain.run_directory import claim
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.run_places import label_place, open_places, require_shared_folder
 from ds_pretrain.saving import Saver
 from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS

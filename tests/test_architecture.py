@@ -30,7 +30,7 @@ LAYERS: dict[str, int] = {
             "watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_start engine_load partitions run_directory stop "
-            "cure meaning known_run",
+            "cure meaning known_run run_lock",
             "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "
             "resuming incidents suspects healing saving shipping step evaluation train sample launch "
             "watchdog_replay audit branch branch_parent standing",
@@ -43,6 +43,7 @@ SEES_SIBLING = {
     ("run_directory", "cure"),
     ("run_directory", "known_run"),
     ("run_directory", "meaning"),
+    ("run_directory", "run_lock"),
     ("known_run", "checkpoint"),
     ("meaning", "models"),
     ("preflight", "standing"),

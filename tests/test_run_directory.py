@@ -16,13 +16,13 @@ from ds_pretrain.known_run import KnownRun
 from ds_pretrain.plan import load_plan
 from ds_pretrain.preflight import open_inputs
 from ds_pretrain.run_directory import (
-    RunLock,
     RunRecord,
     claim,
     directory_problems,
     note_saved,
     read_record,
 )
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.standing import newest_here, origin_here
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 from tests.scenario import deepspeed_json, make_run, write_corpus

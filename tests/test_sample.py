@@ -18,7 +18,7 @@ from ds_pretrain.checkpoint.store import newest_intact
 from ds_pretrain.data.tokenizer import load_tokenizer
 from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED
 from ds_pretrain.plan import load_plan
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
 from tests.ranks import run_ranks

@@ -23,7 +23,7 @@ from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.errors import Preempted
 from ds_pretrain.plan import load_plan
 from ds_pretrain.resuming import Wish
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.saving import Saver
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World, gather_objects

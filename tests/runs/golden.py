@@ -16,7 +16,7 @@ from ds_pretrain.errors import Preempted
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.resuming import Wish
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.world import World
 

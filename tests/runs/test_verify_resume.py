@@ -22,7 +22,7 @@ from ds_pretrain.errors import InputError, Preempted
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.resuming import Wish
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.timeline import Segment, Timeline
 from ds_pretrain.verify_resume import Place, covered, first_difference, verify_resume
