@@ -100,7 +100,8 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, 
     try:
         for identity in pair:
             batch = identity["batch"]
-            identity["batch"] = {"rate_rule": "none", "rate_tokens": batch["tokens"], **batch}
+            meant = {} if batch.get("rate_rule", "none") == "none" else {"rate_tokens": batch["tokens"]}
+            identity["batch"] = {"rate_rule": "none", **meant, **batch}
         configs = [dict(identity["model"]["config"]) for identity in pair]
         for identity, meaning in zip(pair, _meanings(*configs), strict=True):
             identity["model"] = {**identity["model"], "config": meaning}
