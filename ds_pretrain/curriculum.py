@@ -8,7 +8,7 @@ from typing import Any
 from ds_pretrain.chunk_rule import chunk_problems
 from ds_pretrain.config import PhaseSection
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.lengths import SHORTEST_PROMPT
+from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.errors import InputError
@@ -130,6 +130,17 @@ def _retrieval_problems(plan: Plan) -> Iterator[str]:
             f"validation.retrieval = true hides keys in prompts of at least {SHORTEST_PROMPT} tokens, and no "
             f"phase has samples as long: {', '.join(short)}; make one at least {SHORTEST_PROMPT}, or set "
             "validation.retrieval = false"
+        )
+    shared = plan.sequence_parallel_size
+    asks = plan.run.validation is not None and plan.run.validation.retrieval
+    prompts = {
+        n for phase in plan.run.phases for n in prompt_lengths(phase.seq_len) if phase.seq_len % shared == 0
+    }
+    if asks and (odd := sorted(n for n in prompts if n % shared)):
+        yield (
+            f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
+            f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "
+            "take a power of two"
         )
 
 
