@@ -48,8 +48,7 @@ def check_deepspeed(
 
     `sequences` and `micro_sequences` are those of the first step; `varies`: other steps have others.
     """
-    shared: Any = config.get("sequence_parallel_size", 1)
-    readers = (world_size or 0) // (int(shared) if COUNT.admits(shared) else 1)
+    readers = (world_size or 0) // sequence_parallel_size(config)
     derived = accumulation_of_world(sequences, micro_sequences, readers) if readers else None
     problems = [
         *_auto_values(config, name),
@@ -59,7 +58,6 @@ def check_deepspeed(
         *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived, varies),
         *_optimizer(config, name, run_name, peak),
         *_zero(config, name, world_size),
-        *_sequences(config, name, world_size),
         *_pairs(config, name),
     ]
     return list(dict.fromkeys(problems))
@@ -71,12 +69,12 @@ def resolve_deepspeed(
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
     The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
-    Which ranks share a sequence is the caller's too: to ZeRO all ranks are alike.
+    Which ranks share a sequence is the caller's too.
     """
     optimizer = config["optimizer"]
-    known = TOP_LEVEL_KEYS - {"train_batch_size", "sequence_parallel_size"}
+    ours = {"train_batch_size", "sequence_parallel_size"}
     return {
-        **{key: value for key, value in config.items() if key in known},
+        **{key: value for key, value in config.items() if key in TOP_LEVEL_KEYS - ours},
         "train_micro_batch_size_per_gpu": micro_sequences,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -92,7 +90,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def sequence_parallel_size(config: Mapping[str, Any]) -> int:
     """How many neighboring ranks share each sequence; 1 where each has its own."""
-    return int(config.get("sequence_parallel_size") or 1)
+    size: Any = config.get("sequence_parallel_size")
+    return int(size) if COUNT.admits(size) else 1
 
 
 def uses_bf16(config: Mapping[str, Any]) -> bool:
@@ -228,15 +227,6 @@ def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Itera
         yield (
             f"{name}: `zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} "
             "ranks; set it to the number of GPUs of a node"
-        )
-
-
-def _sequences(config: Mapping[str, Any], name: str, world_size: int | None) -> Iterator[str]:
-    size = config.get("sequence_parallel_size", 1)
-    if world_size is not None and COUNT.admits(size) and world_size % size:
-        yield (
-            f"{name}: `sequence_parallel_size` = {size} does not divide {world_size} ranks; set it to a "
-            "divisor of their number, at best one that keeps each sequence on one node"
         )
 
 

@@ -240,7 +240,11 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
         return [f"world size {world_size} (from {world_source}): expected 1 or more"]
     shared = plan.sequence_parallel_size
     if world_size % shared:
-        return []  # the check of the DeepSpeed JSON says so
+        return [
+            f"{plan.run.deepspeed}: `sequence_parallel_size` = {shared} does not divide {world_size} ranks "
+            f"(from {world_source}); set it to a divisor of their number, at best one that keeps each sequence "
+            "on one node"
+        ]
     groups = f", {shared} ranks a sequence" if shared > 1 else ""
     alike: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in plan.timeline.segments:

@@ -124,8 +124,8 @@ def test_prompts_that_cannot_be_shared_are_refused(tmp_path: Path) -> None:
 
 def test_the_number_of_ranks_has_to_be_one_of_whole_groups(tmp_path: Path) -> None:
     assert _problems(tmp_path, 2, (), 3) == [
-        "deepspeed.json: `sequence_parallel_size` = 2 does not divide 3 ranks; set it to a divisor of their "
-        "number, at best one that keeps each sequence on one node"
+        "deepspeed.json: `sequence_parallel_size` = 2 does not divide 3 ranks (from a test); set it to a "
+        "divisor of their number, at best one that keeps each sequence on one node"
     ]
 
 
