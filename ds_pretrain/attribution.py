@@ -92,8 +92,8 @@ def conclude(replay: Replay, came_back: bool) -> Compared:
     if replay.num_other_ranks:
         return Compared(
             "other_ranks",
-            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks, or of ranks a sequence, "
-            "the first time, and cannot be compared bit for bit",
+            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks, or of ranks a "
+            "sequence, the first time, and cannot be compared bit for bit",
         )
     if not replay.num_compared:
         return Compared("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")

@@ -242,8 +242,8 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     if world_size % shared:
         return [
             f"{plan.run.deepspeed}: `sequence_parallel_size` = {shared} does not divide {world_size} ranks "
-            f"(from {world_source}); set it to a divisor of their number, at best one that keeps each sequence "
-            "on one node"
+            f"(from {world_source}); set it to a divisor of their number, at best one that keeps each "
+            "sequence on one node"
         ]
     groups = f", {shared} ranks a sequence" if shared > 1 else ""
     alike: dict[tuple[int, int, int], list[Segment]] = {}
