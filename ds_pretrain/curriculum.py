@@ -116,10 +116,13 @@ def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLe
         yield f"warning    because of what is skipped, {problem}"
 
 
+def _asks_for_keys(plan: Plan) -> bool:
+    return plan.run.validation is not None and plan.run.validation.retrieval
+
+
 def _too_short_for_prompts(plan: Plan) -> list[str]:
     """Phases whose samples hold no prompt, where prompts are asked for."""
-    asks = plan.run.validation is not None and plan.run.validation.retrieval
-    short = (phase for phase in plan.run.phases if asks and phase.seq_len < SHORTEST_PROMPT)
+    short = (phase for phase in plan.run.phases if _asks_for_keys(plan) and phase.seq_len < SHORTEST_PROMPT)
     return [f"phases.{phase.name}.seq_len = {phase.seq_len}" for phase in short]
 
 
@@ -132,11 +135,10 @@ def _retrieval_problems(plan: Plan) -> Iterator[str]:
             "validation.retrieval = false"
         )
     shared = plan.sequence_parallel_size
-    asks = plan.run.validation is not None and plan.run.validation.retrieval
     prompts = {
         n for phase in plan.run.phases for n in prompt_lengths(phase.seq_len) if phase.seq_len % shared == 0
     }
-    if asks and (odd := sorted(n for n in prompts if n % shared)):
+    if _asks_for_keys(plan) and (odd := sorted(n for n in prompts if n % shared)):
         yield (
             f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
             f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "

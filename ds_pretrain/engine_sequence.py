@@ -117,8 +117,12 @@ def refuse_unlike(
             whole = logits(tokens).float()  # [1, T, V]
         try:
             own = logits(tokens).float()  # [1, T / n, V]
-        except (AssertionError, RuntimeError, ValueError) as error:  # the same on every rank: of a shape
-            raise agreed(InputError(f"{_refusal(shared)}: {error}; {_REMEDY}")) from error
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise  # of one rank, perhaps, and no fault of the model
+        except (AssertionError, RuntimeError, ValueError) as error:
+            refused = InputError(f"{_refusal(shared)}: {error}; {_REMEDY}")
+            # What DeepSpeed says of shapes all ranks are told; anything else may be of one alone.
+            raise (refused if isinstance(error, RuntimeError) else agreed(refused)) from error
     off = (own - shared.own(whole)).abs().max() / whole.abs().max()
     most = float(gather_rows(world, [float(off)]).max())
     if not most <= _TOLERANCE[dtype]:
