@@ -23,7 +23,8 @@ class Seen:
     grad_norm: float | None
     checksum: int
     num_ranks: int | None  # that it ran on; None: not known
-    rank_losses: tuple[float, ...] | None = None
+    rank_losses: tuple[float, ...] | None = None  # of a group of ranks where these share sequences
+    shared: int = 1  # ranks a sequence
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class Replay:
         first = self.first.get(step)
         if first is None:
             return self
-        if first.num_ranks != again.num_ranks:  # the last bits differ then, and mean nothing
+        if (first.num_ranks, first.shared) != (
+            again.num_ranks,
+            again.shared,
+        ):  # the last bits differ then, and mean nothing
             return replace(self, num_other_ranks=self.num_other_ranks + 1)
         difference = self.difference or difference_at(step, first, again)
         return replace(self, difference=difference, num_compared=self.num_compared + 1)
@@ -88,8 +92,8 @@ def conclude(replay: Replay, came_back: bool) -> Compared:
     if replay.num_other_ranks:
         return Compared(
             "other_ranks",
-            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks the first time, and "
-            "cannot be compared bit for bit",
+            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks, or of ranks a "
+            "sequence, the first time, and cannot be compared bit for bit",
         )
     if not replay.num_compared:
         return Compared("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")
@@ -152,13 +156,14 @@ def passes(
     """The first pass, and what there is of the second, from the records of a run, the newest first."""
     first: dict[int, Mapping[str, Any]] = {}
     second: dict[int, Mapping[str, Any]] = {}
-    num_ranks: dict[int, int] = {}  # of an attempt
+    num_ranks: dict[int, tuple[int, int]] = {}  # of an attempt, and of each sequence of it
     told: Mapping[str, Any] | None = None
     is_done = False
     for record in backwards:
         kind, step = record.get("event"), record.get("step")
         if kind in ("start", "resume"):
-            num_ranks[record["attempt"]] = record["world_size"]
+            ranks = record["world_size"], record.get("sequence_parallel_size", 1)
+            num_ranks[record["attempt"]] = ranks
         if is_done and {seen["attempt"] for seen in (*first.values(), *second.values())} <= num_ranks.keys():
             break
         if kind == "rollback" and record.get("incident") == incident:
@@ -183,14 +188,18 @@ def passes(
 
 
 def _seen(
-    record: Mapping[str, Any], num_ranks: Mapping[int, int], rank_losses: Sequence[float] | None
+    record: Mapping[str, Any],
+    num_ranks: Mapping[int, tuple[int, int]],
+    rank_losses: Sequence[float] | None,
 ) -> Seen:
+    ranks, shared = num_ranks.get(record["attempt"], (None, 1))
     return Seen(
         loss=record["loss"],
         grad_norm=record["grad_norm"],
         checksum=record["batch_checksum"],
-        num_ranks=num_ranks.get(record["attempt"]),
+        num_ranks=ranks,
         rank_losses=None if rank_losses is None else tuple(rank_losses),
+        shared=shared,
     )
 
 

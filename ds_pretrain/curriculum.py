@@ -8,7 +8,7 @@ from typing import Any
 from ds_pretrain.chunk_rule import chunk_problems
 from ds_pretrain.config import PhaseSection
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.lengths import SHORTEST_PROMPT
+from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.errors import InputError
@@ -116,10 +116,13 @@ def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLe
         yield f"warning    because of what is skipped, {problem}"
 
 
+def _asks_for_keys(plan: Plan) -> bool:
+    return plan.run.validation is not None and plan.run.validation.retrieval
+
+
 def _too_short_for_prompts(plan: Plan) -> list[str]:
     """Phases whose samples hold no prompt, where prompts are asked for."""
-    asks = plan.run.validation is not None and plan.run.validation.retrieval
-    short = (phase for phase in plan.run.phases if asks and phase.seq_len < SHORTEST_PROMPT)
+    short = (phase for phase in plan.run.phases if _asks_for_keys(plan) and phase.seq_len < SHORTEST_PROMPT)
     return [f"phases.{phase.name}.seq_len = {phase.seq_len}" for phase in short]
 
 
@@ -130,6 +133,16 @@ def _retrieval_problems(plan: Plan) -> Iterator[str]:
             f"validation.retrieval = true hides keys in prompts of at least {SHORTEST_PROMPT} tokens, and no "
             f"phase has samples as long: {', '.join(short)}; make one at least {SHORTEST_PROMPT}, or set "
             "validation.retrieval = false"
+        )
+    shared = plan.sequence_parallel_size
+    prompts = {
+        n for phase in plan.run.phases for n in prompt_lengths(phase.seq_len) if phase.seq_len % shared == 0
+    }
+    if _asks_for_keys(plan) and (odd := sorted(n for n in prompts if n % shared)):
+        yield (
+            f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
+            f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "
+            "take a power of two"
         )
 
 

@@ -48,7 +48,8 @@ def check_deepspeed(
 
     `sequences` and `micro_sequences` are those of the first step; `varies`: other steps have others.
     """
-    derived = accumulation_of_world(sequences, micro_sequences, world_size) if world_size else None
+    readers = (world_size or 0) // sequence_parallel_size(config)
+    derived = accumulation_of_world(sequences, micro_sequences, readers) if readers else None
     problems = [
         *_auto_values(config, name),
         *_top_level(config, name),
@@ -68,10 +69,12 @@ def resolve_deepspeed(
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
     The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
+    Which ranks share a sequence is the caller's too.
     """
     optimizer = config["optimizer"]
+    ours = {"train_batch_size", "sequence_parallel_size"}
     return {
-        **{key: value for key, value in config.items() if key in TOP_LEVEL_KEYS - {"train_batch_size"}},
+        **{key: value for key, value in config.items() if key in TOP_LEVEL_KEYS - ours},
         "train_micro_batch_size_per_gpu": micro_sequences,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -83,6 +86,12 @@ def resolve_deepspeed(
 def zero_stage(config: Mapping[str, Any]) -> int:
     """The ZeRO stage: 1, 2 or 3."""
     return int(config["zero_optimization"]["stage"])
+
+
+def sequence_parallel_size(config: Mapping[str, Any]) -> int:
+    """How many neighboring ranks share each sequence; 1 where each has its own."""
+    size: Any = config.get("sequence_parallel_size")
+    return int(size) if COUNT.admits(size) else 1
 
 
 def uses_bf16(config: Mapping[str, Any]) -> bool:

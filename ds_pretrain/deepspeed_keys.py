@@ -22,7 +22,6 @@ REFUSED_KEYS = {
     "comet": "metrics go to metrics.jsonl and Weights & Biases; delete it",
     "pipeline": "pipeline parallelism is not supported; delete it",
     "tensor_parallel": "tensor parallelism is not supported; delete it",
-    "sequence_parallel_size": "sequence parallelism is not supported; delete it",
     "expert_parallel": "expert parallelism is not supported; delete it",
     "hybrid_engine": "it is for reinforcement learning; delete it",
     "autotuning": "it relaunches the job by itself; delete it",

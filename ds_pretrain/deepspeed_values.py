@@ -101,7 +101,8 @@ VALUES: dict[str, dict[str, Kind]] = {
         **_all(BOOLEAN, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
         **_all(
             _or_null(COUNT),
-            "gradient_accumulation_steps steps_per_print train_batch_size train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps steps_per_print train_batch_size train_micro_batch_size_per_gpu "
+            "sequence_parallel_size",
         ),
         "communication_data_type": _or_null(COMMUNICATION),
         "gradient_allreduce_op": MEAN,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_pretrain import engine_load, partitions
 from ds_pretrain.deepspeed_json import gradient_clipping
+from ds_pretrain.engine_sequence import SharedSequences
 from ds_pretrain.files import Capture
 from ds_pretrain.veto import dropping_above
 
@@ -46,6 +47,7 @@ class Engine(Protocol):
     """A model with its sharded optimizer. All but `rates`, `digest` and `snapshot_bytes` are collective."""
 
     device: torch.device
+    ranks_a_sequence: int  # neighboring ranks that read the same rows, each having a span of their tokens
 
     @property
     def module(self) -> nn.Module:
@@ -53,10 +55,14 @@ class Engine(Protocol):
         ...
 
     def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[B, T] token ids to [B, T, V] logits.
+        """[B, T] token ids to [B, T, V] logits; of `own_tokens` alone where ranks share sequences.
 
         With `documents` [B, T], each token sees its own document of its row alone, from position 0 on.
         """
+        ...
+
+    def own_tokens(self, row: Tensor) -> Tensor:
+        """[B, T] of whole rows to what this rank's logits are of: all of it, or [B, T / n] of n ranks."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -111,26 +117,34 @@ def open_engine(
     groups: ParameterGroups,
     config: Mapping[str, Any],
     document_inputs: DocumentInputs | None = None,
+    shared: SharedSequences | None = None,
 ) -> "ZeroEngine":
     """Hand the model to DeepSpeed. `config` is the resolved JSON. Collective.
 
     `document_inputs` makes of documents [B, T] and a device what the module is told to keep them apart.
+    `shared` says which ranks share their sequences; the module's attention must have been told too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine, *_ = deepspeed.initialize(model=module, model_parameters=list(groups), config=dict(config))
-    return ZeroEngine(engine, gradient_clipping(config), document_inputs)
+    return ZeroEngine(engine, gradient_clipping(config), document_inputs, shared)
 
 
 class ZeroEngine:
     """DeepSpeed's engine as an `Engine`."""
 
     def __init__(
-        self, engine: Any, clip: float | None, document_inputs: DocumentInputs | None = None
+        self,
+        engine: Any,
+        clip: float | None,
+        document_inputs: DocumentInputs | None = None,
+        shared: SharedSequences | None = None,
     ) -> None:
         self._engine = engine
         self._clip = clip
         self._document_inputs = document_inputs
+        self._shared = shared
+        self.ranks_a_sequence = 1 if shared is None else shared.size
         self._captured: list[Callable[[], None]] = []  # wait until copies of a save are made
         self.device: torch.device = torch.device(engine.device)
 
@@ -141,18 +155,26 @@ class ZeroEngine:
         return module
 
     def logits(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[B, T] token ids to [B, T, V] logits; `documents` may lie on the host.
+        """[B, T] token ids to [B, T, V] logits, of `own_tokens` alone; `documents` may lie on the host.
 
         Raises:
             ValueError: documents to an engine that was opened without the way to tell them apart.
         """
         given: Mapping[str, Any] = {}
+        if self._shared is not None:  # a rank's tokens do not say where they lie in their row
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)  # [T]
+            given = {"position_ids": self.own_tokens(positions.expand_as(input_ids))}  # [B, T / n]
         if documents is not None:
             if self._document_inputs is None:
                 raise ValueError("documents given to an engine that was opened without document_inputs")
             given = self._document_inputs(documents, self.device)
-        logits: Tensor = self._engine(input_ids=input_ids, use_cache=False, **given).logits  # [B, T, V]
+        own = self.own_tokens(input_ids)  # [B, T], or [B, T / n]
+        logits: Tensor = self._engine(input_ids=own, use_cache=False, **given).logits  # [B, T, V]
         return logits
+
+    def own_tokens(self, row: Tensor) -> Tensor:
+        """This rank's span of whole rows."""
+        return row if self._shared is None else self._shared.own(row)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a scalar to the window; scaling by the window is the caller's."""

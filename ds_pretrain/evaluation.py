@@ -1,7 +1,7 @@
 """Validation: the mean loss of each source, the loss by position, and whether a key is found again.
 
-Shapes: B sequences of a micro-batch, T tokens of a sequence, V vocabulary, K buckets of positions,
-G lengths of prompts, C places of a key in a prompt.
+Shapes: B sequences of a micro-batch, T tokens of a sequence (those of this rank), V vocabulary, K buckets of
+positions, G lengths of prompts, C places of a key in a prompt.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ def evaluate(
     engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World, retrieval: bool = False
 ) -> Evaluation:
     """Measure the model on fixed samples: one reduction a source. No random stream moves. Collective."""
-    streams = capture_streams()
+    streams, readers = capture_streams(), world.readers(engine.ranks_a_sequence)
     losses, by_position, found = {}, {}, {}
     with engine.evaluating():
         for chosen in sets:
             ends = doublings(chosen.seq_len)
             prompts = make_prompts(chosen) if retrieval else None
-            mine = _measure(engine, chosen, micro_sequences, world)  # [2 + 2 K]
-            asked = _ask(engine, prompts, micro_sequences, world) if prompts else np.zeros(0)  # [G C]
+            mine = _measure(engine, chosen, micro_sequences, readers)  # [2 + 2 K]
+            asked = _ask(engine, prompts, micro_sequences, readers) if prompts else np.zeros(0)  # [G C]
             total = gather_rows(world, [*mine, *asked]).sum(axis=0)  # [2 + 2 K + G C]
             losses[chosen.name] = float(total[0] / total[1])
             nll, count, rest = np.split(total[2:], [len(ends), 2 * len(ends)])  # [K], [K], [G C]
@@ -57,28 +57,29 @@ def evaluate(
 
 
 def _measure(
-    engine: Engine, chosen: ValidationSet, micro_sequences: int, world: World
+    engine: Engine, chosen: ValidationSet, micro_sequences: int, readers: World
 ) -> NDArray[np.float64]:
     """This rank's sums: of all losses, of tokens, and both again for each bucket of positions: [2 + 2 K]."""
     ends = doublings(chosen.seq_len)
     nll, count = 0.0, 0
     by_bucket = np.zeros((2, len(ends)))
-    for micro in validation_batches(chosen, world, micro_sequences):
+    for micro in validation_batches(chosen, readers, micro_sequences):
         losses = _token_losses(engine, micro)  # [B, T]
         nll += losses.sum(dtype=torch.float64).float().item()  # as training rounds it
-        valid = (micro.labels != IGNORED).numpy()  # [B, T]
+        valid = (engine.own_tokens(micro.labels) != IGNORED).numpy()  # [B, T]
         count += int(valid.sum())
-        bucket = np.searchsorted(ends, _positions(micro)[valid], side="right")  # [valid]
+        place = engine.own_tokens(_positions(micro)).numpy()  # [B, T]
+        bucket = np.searchsorted(ends, place[valid], side="right")  # [valid]
         by_bucket[0] += np.bincount(bucket, losses.cpu().numpy()[valid], len(ends))  # in fp64
         by_bucket[1] += np.bincount(bucket, minlength=len(ends))
     return np.concatenate([[nll, count], *by_bucket])
 
 
-def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, world: World) -> NDArray[np.float64]:
+def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, readers: World) -> NDArray[np.float64]:
     """This rank's sums of the losses of hidden keys, by length and place: [G C]."""
     sums = np.zeros((len(prompts.rows), NUM_PLACES))
     for row, length in zip(sums, prompts.rows, strict=True):
-        for micro, places in prompt_batches(prompts, length, world, micro_sequences):
+        for micro, places in prompt_batches(prompts, length, readers, micro_sequences):
             nll = _token_losses(engine, micro).sum(dim=-1, dtype=torch.float64)  # [B]
             row += np.bincount(places, nll.cpu().numpy(), NUM_PLACES)
     return sums.reshape(-1)
@@ -87,11 +88,11 @@ def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, world: World) -
 def _token_losses(engine: Engine, micro: MicroBatch) -> torch.Tensor:
     there = micro.on(engine.device)
     logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-    return token_losses(logits, there.labels)
+    return token_losses(logits, engine.own_tokens(there.labels))
 
 
-def _positions(micro: MicroBatch) -> NDArray[np.int64]:
+def _positions(micro: MicroBatch) -> torch.Tensor:
     """Of each token in its row, or in its document where these are told apart: [B, T]."""
     if micro.documents is None:
-        return np.broadcast_to(np.arange(micro.labels.shape[1]), tuple(micro.labels.shape))
-    return document_positions(micro.documents).numpy()
+        return torch.arange(micro.labels.shape[1]).expand(micro.labels.shape)
+    return document_positions(micro.documents)

@@ -97,8 +97,8 @@ class Incidents:
         self._recent.append((record.step, rank_losses))
         self._say(record, verdict, state.num_healthy)
         if self._replay is not None:
-            ranks = self._world.size
-            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses)
+            ranks, shared = self._world.size, self._plan.sequence_parallel_size
+            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, shared)
             self._replay = self._replay.after(record.step, seen)
         if state.num_healthy >= self._patience:
             self._observed = None
@@ -164,6 +164,7 @@ class Incidents:
             **more,
             rank_losses={str(at): list(losses) for at, losses in known},
             hosts=list(self._hosts),
+            **self._plan.sharing,
         )
 
     def observed(self, step: int, verdict: Verdict, response: Response) -> None:

@@ -15,6 +15,7 @@ from ds_pretrain.data.feed import Feed
 from ds_pretrain.data.validation import ValidationSet, make_validation_set
 from ds_pretrain.deepspeed_json import resolve_deepspeed, uses_bf16
 from ds_pretrain.engine import Engine, open_engine
+from ds_pretrain.engine_sequence import SharedSequences, refuse_unlike
 from ds_pretrain.engine_start import dtype_of, gather, partition
 from ds_pretrain.errors import InputError, agreed
 from ds_pretrain.files import write_atomic
@@ -23,6 +24,7 @@ from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.init import KindReport
+from ds_pretrain.models.kernels import replace_kernel
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
@@ -109,7 +111,11 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
     groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
     masked = plan.run.model.mask_documents
     documents = document_inputs(model.config, dtype_of(config)) if masked else None
-    engine = open_engine(model.module, groups, config, documents)
+    shared = None
+    if plan.sequence_parallel_size > 1:
+        shared = SharedSequences(world, plan.sequence_parallel_size)
+        replace_kernel(model.module, shared.spread)
+    engine = open_engine(model.module, groups, config, documents, shared)
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
@@ -120,6 +126,13 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
             refuse_leaks(
                 engine.logits, plan.model["vocab_size"], engine.device, model.config._attn_implementation
             )
+        restore_streams(streams)
+    if shared is not None:
+        shortest = min(phase.seq_len for phase in plan.run.phases)
+        size, dtype = plan.model["vocab_size"], dtype_of(config)
+        streams = capture_streams()
+        with engine.evaluating():
+            refuse_unlike(engine.logits, shared, size, shortest, dtype, engine.device, world)
         restore_streams(streams)
     return engine
 
@@ -161,10 +174,11 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 
 def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
-    """The feed of this rank."""
+    """The feed of this rank, which is that of its neighbors where they share sequences."""
     micro = {phase.name: micro_sequences(plan.run, phase) for phase in plan.run.phases}
     sampler = open_sampler(plan, inputs.sources)
-    return Feed(sampler, inputs.sources, world, micro, plan.run.model.mask_documents)
+    readers = world.readers(plan.sequence_parallel_size)
+    return Feed(sampler, inputs.sources, readers, micro, plan.run.model.mask_documents)
 
 
 def validation_sets(plan: Plan, inputs: Inputs) -> dict[int, list[ValidationSet]]:

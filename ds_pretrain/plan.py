@@ -13,7 +13,7 @@ from typing import Any
 from ds_pretrain.base import Base, read_base
 from ds_pretrain.chunk_rule import chunk_lengths
 from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
-from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed
+from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed, sequence_parallel_size
 from ds_pretrain.errors import InputError
 from ds_pretrain.reading import counted, listed, parse_json, read_text
 from ds_pretrain.response import Ladder
@@ -96,6 +96,17 @@ class Plan:
     def micro_sequences(self, step: int) -> int:
         """Sequences of a micro-batch of that update."""
         return micro_sequences(self.run, self.phase_at(step))
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many neighboring ranks share each sequence: how, and not what, this start trains."""
+        return sequence_parallel_size(self.deepspeed)
+
+    @property
+    def sharing(self) -> dict[str, int]:
+        """The same for a record, which is silent where each rank has sequences of its own."""
+        size = self.sequence_parallel_size
+        return {"sequence_parallel_size": size} if size > 1 else {}
 
     def rate(self, step: int, num_updates: int) -> float:
         """Of the update that follows `step` finished steps, of which `num_updates` were applied."""
@@ -227,20 +238,28 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
     if world_size < 1:
         return [f"world size {world_size} (from {world_source}): expected 1 or more"]
+    shared = plan.sequence_parallel_size
+    if world_size % shared:
+        return [
+            f"{plan.run.deepspeed}: `sequence_parallel_size` = {shared} does not divide {world_size} ranks "
+            f"(from {world_source}); set it to a divisor of their number, at best one that keeps each "
+            "sequence on one node"
+        ]
+    groups = f", {shared} ranks a sequence" if shared > 1 else ""
     alike: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in plan.timeline.segments:
         kind = segment.sequences, segment.seq_len, plan.micro_sequences(segment.first_step)
         alike.setdefault(kind, []).append(segment)
     problems, other_counts, asked = [], [], plan.run.batch.accumulation
     for (sequences, seq_len, micro), segments in alike.items():
-        count = accumulation(sequences, micro, world_size)
+        count = accumulation(sequences, micro, world_size // shared)
         arithmetic = (
             f"{_where(plan, segments)}global batch {counted(sequences, 'sequence')} "
             f"({sequences * seq_len:,} tokens / seq_len {seq_len:,}), micro-batch {micro}, world size "
-            f"{world_size} (from {world_source})"
+            f"{world_size} (from {world_source}){groups}"
         )
         if count is None:
-            problems.append(f"{arithmetic} do not multiply out; {_way_out(sequences, micro)}")
+            problems.append(f"{arithmetic} do not multiply out; {_way_out(sequences, micro, shared)}")
         elif asked is not None and asked != count:
             other_counts.append(f"{arithmetic} make accumulation {count}")
     if other_counts:
@@ -259,6 +278,6 @@ def _where(plan: Plan, segments: Sequence[Segment]) -> str:
     return f"{' and '.join(steps)}: "
 
 
-def _way_out(sequences: int, micro: int) -> str:
-    worlds = worlds_that_divide(sequences, micro)
+def _way_out(sequences: int, micro: int, shared: int) -> str:
+    worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
     return f"world sizes that do: {listed(worlds)} (or another batch.micro_sequences)"

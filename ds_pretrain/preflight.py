@@ -25,6 +25,7 @@ from ds_pretrain.models.check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.models.rope_change import rope_value_problems
+from ds_pretrain.models.sharing_check import sharing_problems
 from ds_pretrain.plan import Plan, check_world, varies
 from ds_pretrain.rate_plot import rate_summary
 from ds_pretrain.reading import counted, listed
@@ -88,7 +89,10 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
     vocab_size = _vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
-    problems += rope_value_problems(plan.model, plan.run.model.config) or list(model_problems(plan))
+    problems += rope_value_problems(plan.model, plan.run.model.config) or [
+        *model_problems(plan),
+        *sharing_problems(plan),
+    ]
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
     for source, seq_len in _read_at(plan, inputs):
@@ -126,8 +130,10 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
             f"{plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
         )
         yield f"batch      {_batch_line(plan, segment, world_size)}"
+    together = plan.sequence_parallel_size
+    shared = f", {together} ranks share each sequence" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
-    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}"
+    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
     for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
         yield f"warning    {warning}"
     yield f"model      {_model_line(plan)}"
@@ -209,11 +215,14 @@ def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
 
 def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
     sequences, micro = segment.sequences, plan.micro_sequences(segment.first_step)
+    shared = plan.sequence_parallel_size
     if world_size is None:
-        worlds = worlds_that_divide(sequences, micro)
+        worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
         return f"micro-batches of {micro}; world sizes that divide it: {listed(worlds)}"
-    count = accumulation(sequences, micro, world_size)
+    count = accumulation(sequences, micro, world_size // shared)
     ranks, each = counted(world_size, "rank"), counted(micro, "sequence")
+    if shared > 1:
+        ranks = f"{counted(world_size // shared, 'group')} of {shared} ranks"
     return f"{ranks} x {each} x accumulation {count} = {counted(sequences, 'sequence')}"
 
 

@@ -35,8 +35,9 @@ def probe_again(engine: Engine, batch: Batch, step: int, world: World) -> Probe:
     """
     first = batch.micro_batches[0]
     rows = len(first.labels)
-    loss, checksum = _mean_loss(engine, [first], sum(batch.checksums[:rows]), world)
-    return Probe(step, loss, checksum, world.size, rows)
+    leads = world.rank % engine.ranks_a_sequence == 0  # of those who read the same rows
+    loss, checksum = _mean_loss(engine, [first], sum(batch.checksums[:rows]) if leads else 0, world)
+    return Probe(step, loss, checksum, world.readers(engine.ranks_a_sequence).size, rows)
 
 
 def check_probe(
@@ -50,7 +51,9 @@ def check_probe(
     saved = manifest.probe
     if saved is None or not isfinite(saved.loss):
         return "no loss was stored with it to compare"
-    if saved.num_ranks != world.size and (rates := _dropout(json.loads(plan.model_text))):
+    there = manifest.world_size, saved.num_ranks
+    here = world.size, world.readers(plan.sequence_parallel_size).size
+    if there != here and (rates := _dropout(json.loads(plan.model_text))):
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
@@ -65,8 +68,8 @@ def check_probe(
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, which reads fewer sequences now"
         )
-    there = RunState(saved.step, state.ledger)
-    batches, checksum = feed.first_micro_batches(there, saved.num_ranks, saved.micro_sequences)
+    then = RunState(saved.step, state.ledger)
+    batches, checksum = feed.first_micro_batches(then, saved.num_ranks, saved.micro_sequences)
     if checksum != saved.checksum:
         return "its loss cannot be compared: the data there is not what it was"
     loss, _ = _mean_loss(engine, batches, 0, world)
@@ -98,8 +101,8 @@ def _mean_loss(
         for micro in batches:
             there = micro.on(engine.device)
             logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-            nll += cross_entropy_and_z(logits, there.labels, None)[0].item()
-            count += int((micro.labels >= 0).sum())
+            nll += cross_entropy_and_z(logits, engine.own_tokens(there.labels), None)[0].item()
+            count += int((engine.own_tokens(micro.labels) >= 0).sum())
     restore_streams(streams)
     total = gather_rows(world, [nll, count, checksum]).sum(axis=0)
     return float(total[0] / total[1]), int(total[2])

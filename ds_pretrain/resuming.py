@@ -60,7 +60,7 @@ def resume(
 ) -> RunState:
     """Load what was found, or begin at step 0; `began` is when this start did. Collective."""
     if found is None:
-        monitor.event("start", step=0, world_size=world.size)
+        monitor.event("start", step=0, world_size=world.size, **plan.sharing)
         return RunState()
     state = store.restore(found, engine, plan.run.seed, world, tell)
     if found.manifest.probe is not None:
@@ -76,6 +76,7 @@ def resume(
         step=state.step,
         tokens=plan.timeline.tokens_before(state.step),
         world_size=world.size,
+        **plan.sharing,
         checkpoint=found.folder.name,
         probe=probed,
         restore_seconds=perf_counter() - began,

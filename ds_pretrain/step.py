@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_pretrain.data.feed import Batch
@@ -24,7 +26,8 @@ class Shared:
     stop: bool
     save: bool
     stages: tuple[int, ...]  # of each rank's part of the save under way
-    rank_losses: tuple[float, ...]  # the mean loss of each rank
+    rank_losses: tuple[float, ...]  # the mean loss of each rank, or of the group that it shares sequences in;
+    # empty where all share them, which tells no rank from another
     probe: Probe  # of the weights before the step
 
 
@@ -41,7 +44,8 @@ def take_step(
     This rank's sums of cross-entropy and z-loss, and of the cross-entropy of the first micro-batch: [3].
 
     Each micro-batch adds its sum over valid tokens, divided by the valid tokens of the whole global batch, so
-    the gradient does not depend on the split. DeepSpeed averages over ranks; `world.size` makes that a sum.
+    the gradient does not depend on the split, be it of rows or of tokens. DeepSpeed averages over ranks;
+    `world.size` makes that a sum.
     Collective.
     """
     scale = world.size / max(1, batch.num_valid_tokens)
@@ -49,7 +53,7 @@ def take_step(
     for place, micro in enumerate(batch.micro_batches):
         there = micro.on(engine.device)
         logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-        nll, z = cross_entropy_and_z(logits, there.labels, z_loss)
+        nll, z = cross_entropy_and_z(logits, engine.own_tokens(there.labels), z_loss)
         engine.backward((nll + z) * scale)
         first = nll.detach() if place == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
@@ -75,21 +79,22 @@ def measure(
     first = batch.micro_batches[0].labels
     probed = [first_nll, int((first >= 0).sum()), sum(batch.checksums[: len(first)])]
     rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
-    sums, most = rows.sum(axis=0), rows.max(axis=0)
-    rank_losses = rows[:, 0] / rows[:, 2].clip(min=1)  # [W]
+    read = by_reader(rows, plan.sequence_parallel_size)  # [R, 12]
+    sums, most = read.sum(axis=0), rows.max(axis=0)
+    losses_read = read[:, 0] / read[:, 2].clip(min=1)  # [R]
     step = state.step + 1
     record = StepRecord(
         step=step,
         phase=plan.timeline.at(state.step).phase,
         loss=float(sums[0] / max(1, sums[2])),
-        loss_max_rank=float(rank_losses.max()),
+        loss_max_rank=float(losses_read.max()),
         z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
         learning_rate=plan.rate(state.step, state.num_updates),
         grad_norm=update.grad_norm,
         clip_factor=update.clip_factor,
         update_applied=update.applied,
         num_valid_tokens=int(sums[2]),
-        num_valid_tokens_min_rank=int(rows[:, 2].min()),
+        num_valid_tokens_min_rank=int(read[:, 2].min()),
         tokens=plan.timeline.tokens_before(step),
         samples=plan.timeline.samples_before(step),
         batch_checksum=int(sums[3]),
@@ -97,11 +102,30 @@ def measure(
         data_wait_seconds=float(most[4]),
     )
     stages = tuple(int(stage) for stage in rows[:, 8])
-    probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), world.size, len(first))
+    probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), len(read), len(first))
     return record, Shared(
         stop=bool(most[6]),
         save=bool(most[7]),
         stages=stages,
-        rank_losses=tuple(rank_losses.tolist()),
+        rank_losses=_rank_losses(losses_read, world),
         probe=probe,
     )
+
+
+# Columns of a row that each rank sums over its own tokens. The others are of whole rows, or of the rank.
+_OF_OWN_TOKENS = [0, 1, 9]
+
+
+def by_reader(rows: NDArray[np.float64], shared: int) -> NDArray[np.float64]:
+    """[W, K] rows of ranks to [W / shared, K] of groups that read the same: they are compared, not spans."""
+    groups = rows.reshape(-1, shared, rows.shape[1])
+    read = groups[:, 0].copy()
+    read[:, _OF_OWN_TOKENS] = groups[:, :, _OF_OWN_TOKENS].sum(axis=1)
+    return read
+
+
+def _rank_losses(losses: NDArray[np.float64], world: World) -> tuple[float, ...]:
+    """Of R readers, for each rank."""
+    if len(losses) == 1 and world.size > 1:
+        return ()
+    return tuple(losses.repeat(world.size // len(losses)).tolist())

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
 from ds_pretrain.data.feed import Feed
@@ -43,33 +45,40 @@ def find_suspects(
     Collective.
     """
     streams = capture_streams()
-    mine: list[tuple[float, int, int]] = []  # (loss, step, place in the global batch)
+    found: list[tuple[float, int, int]] = []  # (loss, step, place in the global batch)
     with engine.evaluating():
         for step in steps:
             enter(step - 1)
             batch = feed.read(step - 1, ledger)
-            place = world.rank * len(batch.checksums)
+            sums: list[tuple[float, int]] = []  # of each sample that this rank reads
             for micro in batch.micro_batches:
                 there = micro.on(engine.device)
                 logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-                for row in range(len(micro.labels)):
-                    loss = _mean_loss(logits[row], there.labels[row])
-                    mine.append((loss, step, place))
-                    place += 1
+                labels = engine.own_tokens(there.labels)  # [B, T]
+                sums += [_loss_and_count(logits[row], labels[row]) for row in range(len(labels))]
+            rows = gather_rows(world, [number for sample in sums for number in sample])  # [W, 2 * samples]
+            losses = _mean_losses(rows, engine.ranks_a_sequence)
+            found += [(loss, step, place) for place, loss in enumerate(losses)]
     restore_streams(streams)
-    top = sorted(mine, reverse=True)[:NUM_SUSPECTS]
-    top += [(-inf, 0, 0)] * (NUM_SUSPECTS - len(top))
-    rows = gather_rows(world, [number for suspect in top for number in suspect])  # [W, 3 * NUM_SUSPECTS]
     if not world.is_main:
         return []
-    every = [(row[0], int(row[1]), int(row[2])) for row in rows.reshape(-1, 3).tolist() if row[1] > 0]
-    return _described(feed, ledger, sorted(every, reverse=True)[:NUM_SUSPECTS])
+    return _described(feed, ledger, sorted(found, reverse=True)[:NUM_SUSPECTS])
 
 
-def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean cross-entropy of one sample, in nats a token; a loss that is no number is the strangest of all."""
-    nll = float(cross_entropy_and_z(logits, labels, None)[0]) / max(1, int((labels >= 0).sum()))
-    return nll if nll == nll else inf
+def _loss_and_count(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+    """The sum of the cross-entropy of one sample, and over how many tokens."""
+    return float(cross_entropy_and_z(logits, labels, None)[0]), int((labels >= 0).sum())
+
+
+def _mean_losses(rows: NDArray[np.float64], shared: int) -> list[float]:
+    """In nats a token, of each sample of a global batch; one that is no number is the strangest of all.
+
+    `rows` [W, 2 * samples of a rank] are sums and counts; ranks that share their samples are neighbors.
+    """
+    of_readers = rows.reshape(-1, shared, rows.shape[1]).sum(axis=1)  # [R, 2 * samples]
+    sums, counts = of_readers.reshape(-1, 2).T  # [samples], [samples]
+    means = sums / counts.clip(min=1)
+    return [float(mean) for mean in np.where(np.isnan(means), inf, means)]
 
 
 def _described(

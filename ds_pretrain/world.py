@@ -31,6 +31,10 @@ class World:
         """True on the one rank that writes what is written once."""
         return self.rank == 0
 
+    def readers(self, ranks_a_sequence: int) -> "World":
+        """Who reads rows: each group of neighboring ranks that share their sequences counts as one."""
+        return World(self.rank // ranks_a_sequence, self.size // ranks_a_sequence, self.local_rank)
+
     @staticmethod
     def from_environment() -> "World":
         """Read RANK, WORLD_SIZE and LOCAL_RANK, as every launcher sets them; one rank if they are absent."""

@@ -29,8 +29,8 @@ LAYERS: dict[str, int] = {
             "record plan identity spans rate_plot run_problems past quotas interval shares response watchdog "
             "watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
             "veto known_bad verdict watchdog_norm",
-            "data models checkpoint monitor engine engine_start engine_load partitions run_directory stop "
-            "cure meaning known_run run_lock",
+            "data models checkpoint monitor engine engine_start engine_load engine_sequence partitions "
+            "run_directory stop cure meaning known_run run_lock",
             "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "
             "resuming incidents suspects healing saving shipping step evaluation train sample launch "
             "watchdog_replay audit branch branch_parent standing",
@@ -59,6 +59,7 @@ SEES_SIBLING = {
     ("healing", "incidents"),
     ("healing", "suspects"),
     ("engine", "engine_load"),
+    ("engine", "engine_sequence"),
     ("engine", "partitions"),
     ("engine_load", "partitions"),
     ("train", "preflight"),
@@ -83,7 +84,10 @@ HIGHEST_FOR_LAUNCH = 1  # the command that starts ranks shares files and exit co
 
 # Where a library may be imported at all: a module, or a part as a whole.
 WALLS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("engine", "engine_start", "engine_load", "checkpoint.universal", "checkpoint.snapshot"),
+    "deepspeed": (
+        *("engine", "engine_start", "engine_load", "engine_sequence"),
+        *("checkpoint.universal", "checkpoint.snapshot"),
+    ),
     "transformers": ("models", "data.prepare", "data.tokenizer", "checkpoint.export"),
     "datasets": ("data",),
     "tokenizers": ("data",),
@@ -107,7 +111,15 @@ TORCH_FREE = (
     ),
     *("checkpoint.remote", "checkpoint.ship"),
     *("models.rope_settings", "models.rope_change", "models.rope_reference"),
-    *("models.check", "models.flops", "data.indexed", "data.mixture", "data.sampler", "data.sources"),
+    *(
+        "models.check",
+        "models.sharing_check",
+        "models.flops",
+        "data.indexed",
+        "data.mixture",
+        "data.sampler",
+        "data.sources",
+    ),
 )
 HEAVY = ("torch", "deepspeed", "transformers", "datasets", "wandb")
 

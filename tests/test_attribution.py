@@ -96,6 +96,8 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     assert elsewhere.difference is None
     assert conclude(elsewhere, came_back=False).finding == "other_ranks"
     assert "1 step ran on another number of ranks" in conclude(elsewhere, came_back=False).message
+    shared = Replay(1, BACK, HOSTS, {20: replace(USUAL, shared=3)}).after(20, replace(USUAL, loss=9.0))
+    assert ", or of ranks a sequence, the first time" in conclude(shared, came_back=False).message
     assert conclude(_replay(None, 0), came_back=False).message == (
         "metrics.jsonl does not hold the first time, so nothing can be compared"
     )
@@ -104,6 +106,17 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     twice = conclude(_replay(Difference(20, "norm")), came_back=True)
     assert twice.finding == "data_or_state"
     assert "the run is not deterministic, or a fault comes and goes" in twice.message
+
+
+def test_where_all_ranks_share_each_sequence_no_rank_and_no_update_is_accused_of_another_loss() -> None:
+    alone = replace(USUAL, rank_losses=(), shared=3)
+    other = difference_at(20, alone, replace(alone, loss=2.1))
+    assert other == Difference(20, "loss")
+    compared = conclude(_replay(other), came_back=False)
+    assert compared.message.endswith(
+        "another loss; each rank's is not on record there, so one of alpha, beta"
+    )
+    assert difference_at(20, alone, replace(alone, grad_norm=1.5)) == Difference(20, "norm", ())
 
 
 def _step(step: int, loss: float, attempt: int = 1) -> dict[str, Any]:
@@ -130,7 +143,7 @@ def test_both_passes_are_read_from_the_end_of_a_record_however_often_it_was_star
         *(_step(step, 1.0) for step in range(9, 24)),
         decided,
         *(_step(step, 2.0) for step in range(11, 15)),
-        {"event": "resume", "step": 12, "attempt": 2, "world_size": 2},
+        {"event": "resume", "step": 12, "attempt": 2, "world_size": 2, "sequence_parallel_size": 2},
         *(_step(step, 3.0, 2) for step in range(13, 17)),
     ]
     records.insert(0, {"event": "start", "step": 0, "attempt": 1, "world_size": 3})
@@ -139,7 +152,8 @@ def test_both_passes_are_read_from_the_end_of_a_record_however_often_it_was_star
     assert {seen.loss for seen in replay.first.values()} == {1.0}
     assert replay.first[20].rank_losses == (1.0, 2.0, 3.0)
     assert replay.hosts == HOSTS
-    assert {seen.num_ranks for seen in replay.first.values()} == {3}
+    assert {(seen.num_ranks, seen.shared) for seen in replay.first.values()} == {(3, 1)}
+    assert [seen.shared for _, seen in sorted(second.items())] == [1, 1, 2, 2, 2, 2]
     assert {step: seen.num_ranks for step, seen in second.items()} == {
         11: 3,
         12: 3,

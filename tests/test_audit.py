@@ -772,6 +772,21 @@ def test_p55_a_step_is_shown_as_its_rank_read_it_in_each_attempt(
     assert [line.split(",")[0] for line in one.splitlines() if line.startswith("--- ")] == ["--- rank 3"] * 2
 
 
+def test_ranks_that_share_sequences_are_shown_with_what_their_group_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(tmp_path).start(num_ranks=4)
+    told.lines[-1]["sequence_parallel_size"] = 2
+    told.steps(4).write()
+    heads = [
+        line for line in _audit(capsys, told.out, "--step", 3)[1].splitlines() if line.startswith("--- ")
+    ]
+    assert [line.split(",")[0] for line in heads] == ["--- ranks 0 to 1"] * 4 + ["--- ranks 2 to 3"] * 4
+    for rank in (2, 3):
+        one = _audit(capsys, told.out, "--step", 3, "--rank", rank)[1]
+        assert [line for line in one.splitlines() if line.startswith("--- ")] == heads[4:]
+
+
 def test_p55_a_step_is_shown_under_the_ledger_of_the_attempt_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

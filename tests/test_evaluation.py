@@ -36,7 +36,13 @@ def _copier(window: int) -> Any:
     def evaluating() -> Iterator[None]:
         yield
 
-    return SimpleNamespace(device=torch.device("cpu"), logits=logits, evaluating=evaluating)
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        ranks_a_sequence=1,
+        own_tokens=lambda row: row,
+        logits=logits,
+        evaluating=evaluating,
+    )
 
 
 def _look(engine: Any, seq_len: int = 256, period: int = 0) -> Evaluation:

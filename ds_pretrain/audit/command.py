@@ -141,12 +141,19 @@ def _step_lines(
             f"checksum   {read}, and {taken.checksum} was recorded: these are NOT the samples that were "
             "read; `ds-pretrain audit RUN` says what does not hold"
         )
-    share = num_samples // (taken.world_size or 1)
-    places = range(num_samples) if rank is None else range(rank * share, (rank + 1) * share)
+    share = num_samples * taken.shared // (taken.world_size or 1)
+    reader = None if rank is None else rank // taken.shared
+    places = range(num_samples) if reader is None else range(reader * share, (reader + 1) * share)
     for place, passage in zip(places, passages(ids, places, run.sources), strict=True):
-        whose = "" if taken.world_size is None else f"rank {place // share}, "
+        whose = "" if taken.world_size is None else f"{_who(place // share, taken.shared)}, "
         yield f"--- {whose}{_place_words(passage, int(ids.draw[place]))}"
         yield _legible(passage.text) if rank is not None else _shortened(passage.text)
+
+
+def _who(reader: int, shared: int) -> str:
+    if shared == 1:
+        return f"rank {reader}"
+    return f"ranks {reader * shared} to {(reader + 1) * shared - 1}"
 
 
 def _in_force(taken: Taken) -> str:

@@ -40,6 +40,7 @@ class Taken:
     num_skips: int
     world_size: int | None  # None: the record of that start is lost
     checksum: int
+    shared: int = 1  # neighboring ranks that read the same
 
 
 @dataclass
@@ -50,6 +51,7 @@ class History:
     first_step: int = 0  # the record begins after it: not 0 in a run that began from another's checkpoint
     newest: int = 0
     worlds: dict[int, int | None] = field(default_factory=dict)  # number of ranks of each attempt
+    shared: dict[int, int] = field(default_factory=dict)  # how many neighbors of them read the same
     rolled_back: list[Span] = field(default_factory=list)  # by rollbacks
     restarted: list[Span] = field(default_factory=list)  # by starts from an older checkpoint
     taken: list[Taken] = field(default_factory=list)  # each time that the step asked for was taken
@@ -95,6 +97,8 @@ class _Reading:
         if kind in ("start", "resume"):
             size = record.get("world_size")
             self.history.worlds[attempt] = size if isinstance(size, int) and size > 0 else None
+            shared = record.get("sequence_parallel_size", 1)
+            self.history.shared[attempt] = shared if isinstance(shared, int) and shared > 0 else 1
             if step < 0:
                 self.history.problems.append(
                     f"attempt {attempt} is recorded to begin after step {step:,}; expected 0 or more"
@@ -188,7 +192,8 @@ class _Reading:
         history.rows[step] = row
         if step == self._wanted:
             world_size = history.worlds.get(self._attempt)
-            history.taken.append(Taken(self._attempt, num_skips, world_size, numbers[-1]))
+            shared = history.shared.get(self._attempt, 1)
+            history.taken.append(Taken(self._attempt, num_skips, world_size, numbers[-1], shared))
 
     def _taken_again(self, step: int) -> None:
         """Back without a word: by a rollback whose record is lost, or not as training does."""

@@ -225,8 +225,18 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
     for name in names:
         if name not in known:
             return f"{name} is not what the manifest lists"
-    state = RunState.from_json(known[RUN_STATE].decode())
-    return Found(copy.folder, copy.manifest, state, copy.text, json.loads(known.get(DEEPSPEED, b"{}")))
+    try:
+        state = RunState.from_json(known[RUN_STATE].decode())
+        deepspeed = json.loads(known.get(DEEPSPEED, b"{}"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the same bytes on every rank
+        raise agreed(
+            InputError(
+                f"{copy.folder}: {RUN_STATE} and {DEEPSPEED} are what its manifest lists, and cannot be "
+                f"read ({error}); use the version of ds_pretrain that wrote them, or move the folder "
+                "away to go on from the checkpoint before it"
+            )
+        ) from error
+    return Found(copy.folder, copy.manifest, state, copy.text, deepspeed)
 
 
 def _small_files(copy: _Copy, names: Sequence[str]) -> dict[str, bytes]:

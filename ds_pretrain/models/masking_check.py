@@ -15,7 +15,7 @@ _MUCH_BYTES = 1 << 30
 LAYER_KINDS = ("full_attention", "sliding_attention")
 # How the code of a family says that it takes a mask for each kind of layer, and takes a mask at all.
 _TAKES_MASKS_BY_KIND = "attention_mask, dict)"
-_OTHER_LAYERS = ("create_recurrent_attention_mask", "create_chunked_causal_mask")
+OTHER_LAYERS = ("create_recurrent_attention_mask", "create_chunked_causal_mask")
 _TAKES_MASK = ("create_causal_mask(", "create_causal_mask if ")
 
 
@@ -87,7 +87,7 @@ def _family_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]
     remedy = "use a family of plain attention such as llama, qwen3 or gpt2, or set mask_documents = false"
     kinds = family.value(config, "layer_types") or []
     foreign = sorted({str(kind) for kind in kinds} - set(LAYER_KINDS))
-    if foreign or any(code in family.source for code in _OTHER_LAYERS):
+    if foreign or any(code in family.source for code in OTHER_LAYERS):
         what = f"layers of kind {', '.join(foreign)}" if foreign else "layers that are not plain attention"
         yield f'"{model_type}" has {what}, through which documents see one another; {remedy}'
     elif "position_ids" not in family.source or not any(code in family.source for code in _TAKES_MASK):

@@ -136,6 +136,8 @@ def worst_rank(record: Record) -> str | None:
     That is the first rank without a finite loss, else the one furthest above the median of the others.
     """
     by_step, onset = record.get("rank_losses") or {}, record.get("onset")
+    shared = record.get("sequence_parallel_size", 1)  # neighbors share sequences, and have one loss
+    by_step = {step: losses[::shared] for step, losses in by_step.items()}
     worst: tuple[float, int, int] | None = None  # (gap, step, rank)
     for step, losses in sorted((int(step), losses) for step, losses in by_step.items()):
         if len(losses) < 2 or (isinstance(onset, int) and step < onset):
@@ -150,19 +152,31 @@ def worst_rank(record: Record) -> str | None:
         return None
     _, step, rank = worst
     losses, hosts = by_step[str(step)], record.get("hosts")
-    host = f" on {escaped(hosts[rank])}" if isinstance(hosts, list) and rank < len(hosts) else ""
+    who, ranks = _who(rank, shared), "ranks" if shared == 1 else f"groups of {shared} ranks"
+    named = hosts[rank * shared : (rank + 1) * shared] if isinstance(hosts, list) else []
+    host = f" on {escaped(', '.join(named))}" if named else ""
     others = [loss for other, loss in enumerate(losses) if other != rank and math.isfinite(loss)]
-    whose = "the other rank had" if len(losses) == 2 else "the median of the others was"
+    whose = (
+        f"the other {'rank' if shared == 1 else 'group'} had"
+        if len(losses) == 2
+        else "the median of the others was"
+    )
     usual = f"; {whose} {median(others):.4g}" if others else "; no other is finite"
     if math.isfinite(worst[0]) and worst[0] <= _ALIKE * abs(losses[rank]):
         return (
-            f"The {len(losses):,} ranks were alike: the highest loss furthest from the others was "
-            f"{losses[rank]:.4g} at step {step:,}, of rank {rank}{host}{usual}."
+            f"The {len(losses):,} {ranks} were alike: the highest loss furthest from the others was "
+            f"{losses[rank]:.4g} at step {step:,}, of {who}{host}{usual}."
         )
     return (
-        f"At step {step:,} rank {rank}{host} stood out most of {len(losses):,} ranks, with a loss of "
+        f"At step {step:,} {who}{host} stood out most of {len(losses):,} {ranks}, with a loss of "
         f"{losses[rank]:.4g}{usual}."
     )
+
+
+def _who(reader: int, shared: int) -> str:
+    if shared == 1:
+        return f"rank {reader}"
+    return f"the group of ranks {reader * shared} to {(reader + 1) * shared - 1}"
 
 
 def _decided(record: Record) -> Iterator[str]:

@@ -82,7 +82,7 @@ def step_on(
     """One real step of the loop, and its record."""
     no = {name: lambda: False for name in ("is_due_by_clock", "is_asked", "is_save_asked")}
     nobody = SimpleNamespace(**no, stage=0)
-    mine = share(batch, world, micro_sequences)
+    mine = share(batch, world.readers(engine.ranks_a_sequence), micro_sequences)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
     record, _ = measure(plan, RunState(), mine, losses, update, 0.0, nobody, nobody, world)  # type: ignore[arg-type]
     return record

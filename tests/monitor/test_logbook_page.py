@@ -329,6 +329,19 @@ def test_the_worst_rank_is_the_first_without_a_finite_loss_else_the_one_furthest
     )
 
 
+def test_of_ranks_that_share_sequences_their_group_is_told() -> None:
+    losses = {"rank_losses": {"9": [2.0, 2.0, 5.0, 5.0, 2.5, 2.5]}, "sequence_parallel_size": 2}
+    hosts = ["a:0", "a:1", "b:0", "b:1", "c:0", "c:1"]
+    assert worst_rank({**losses, "hosts": hosts}) == (
+        "At step 9 the group of ranks 2 to 3 on b:0, b:1 stood out most of 3 groups of 2 ranks, with a loss "
+        "of 5; the median of the others was 2.25."
+    )
+    two = worst_rank({"rank_losses": {"9": [2.0, 2.0, 5.0, 5.0]}, "sequence_parallel_size": 2})
+    assert two is not None
+    assert two.endswith("with a loss of 5; the other group had 2.")
+    assert worst_rank({"rank_losses": {"9": []}, "sequence_parallel_size": 2}) is None  # all share all
+
+
 def test_steps_are_told_as_ranges_and_many_are_counted() -> None:
     assert ranges([5, 3, 4, 9, 9]) == "3 to 5, 9"
     assert ranges([1, 3, 5, 7, 8], 2) == "1, 3 and 3 more"

@@ -1,17 +1,19 @@
 """Every file of a real checkpoint damaged in every way: named, set aside, and the one before it is used."""
 
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.places import Places
 from ds_pretrain.errors import EXIT_BAD_INPUT, RunError
 from ds_pretrain.world import World, barrier
@@ -300,6 +302,25 @@ def test_a_file_that_may_not_be_read_says_nothing_about_the_checkpoint(
         assert "Permission denied" in str(raised)
         assert "it is left as it is" in str(raised)
         assert (root / NEWEST).is_dir()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"version": 99}', "{", "null"])
+def test_a_state_of_another_version_is_left_as_it_is_and_says_what_to_do(
+    trained: tuple[list[Any], Path], tmp_path: Path, text: str
+) -> None:
+    """Not a broken one: its manifest lists these very bytes."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(trained[1].parent / "out" / "checkpoints", root)
+    (root / NEWEST / "run_state.json").write_text(text)
+    manifest = parse_manifest((root / NEWEST / MANIFEST).read_text())
+    entry = FileEntry(len(text), hashlib.sha256(text.encode()).hexdigest())
+    sealed = replace(manifest, files={**manifest.files, "run_state.json": entry})
+    (root / NEWEST / MANIFEST).write_text(sealed.to_json())
+    found, _, raised = _find(root, World())
+    assert found is None
+    assert "are what its manifest lists, and cannot be read" in str(raised)
+    assert "use the version of ds_pretrain that wrote them, or move the folder away" in str(raised)
+    assert (root / NEWEST).is_dir()
 
 
 @contextmanager

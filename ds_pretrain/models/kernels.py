@@ -1,0 +1,36 @@
+"""Transformers' table of attention kernels, and how one model gets another kernel than it names."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_pretrain.errors import InputError
+
+Kernel = Callable[..., Any]
+
+
+def replace_kernel(module: nn.Module, change: Callable[[Kernel], Kernel]) -> None:
+    """Let a model attend with what `change` makes of its kernel; other models keep theirs.
+
+    Its name stays, for what Transformers decides by it: whether there is a mask, and of which form.
+
+    Raises:
+        InputError: the kernel is none of the table, as eager is.
+    """
+    config: Any = module.config
+    name = config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise InputError(
+            f'`sequence_parallel_size`: "{config.model_type}" attends by "{name}", which ranks cannot share; '
+            "use a family that has sdpa or flash_attention_2, or delete the key"
+        )
+    plain: Kernel = ALL_ATTENTION_FUNCTIONS[name]
+    changed = change(plain)
+
+    def attend(attention: nn.Module, *inputs: Any, **more: Any) -> Any:
+        chosen = changed if getattr(attention, "config", None) is config else plain
+        return chosen(attention, *inputs, **more)
+
+    ALL_ATTENTION_FUNCTIONS[name] = attend
