@@ -188,6 +188,10 @@ def _blame(problem: str, overrides: Sequence[str], names: Mapping[str, str], fil
         own = f"override {word!r}"
         if problem.startswith(own):  # it says so itself
             return names[word] + problem.removeprefix(own)
+    for word in reversed(overrides):  # the last of a key is the one that counts
+        own = f"override of {word.partition('=')[0].strip()}: "
+        if problem.startswith(own):
+            return f"{names[word]}: {problem.removeprefix(own)}"
     makers = [word for word in overrides if f"`{word.partition('=')[0].strip()}`" in problem] or overrides
     return f"{', '.join(names[word] for word in makers)}: {problem.removeprefix(f'{file}: ')}"
 

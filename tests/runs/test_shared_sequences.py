@@ -11,7 +11,7 @@ from ds_pretrain.cli import main
 from ds_pretrain.errors import Preempted
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
-from ds_pretrain.run_directory import RunLock
+from ds_pretrain.run_lock import RunLock
 from ds_pretrain.stop import StopSignal
 from ds_pretrain.train import Wish, train
 from ds_pretrain.world import World
