@@ -183,9 +183,7 @@ def before_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (('start = "4 steps"', 'start = "5 steps"'), 1, OTHER_POSITIONS.format("main")),
         (("theta = 5e4", "theta = 7e4"), 1, OTHER_POSITIONS.format("long")),
         (("theta = 5e4", 'kind = "yarn", factor = 4'), 1, OTHER_POSITIONS.format("long")),
-        (("theta = 5e4", 'kind = "llama3", factor = 8'), 1, OTHER_POSITIONS.format("long")),
         (("seq_len = 32", "seq_len = 128"), 1, OTHER_BATCH),
-        (("seq_len = 32", "seq_len = 64"), 1, OTHER_DATA),
         (("text = 1.0", "text = 0.5, code = 0.5"), 1, OTHER_DATA),
         (
             ("[batch]\ntokens = 128", '[batch]\ntokens = 256\nramp = { "0" = "128", "4 steps" = "256" }'),
