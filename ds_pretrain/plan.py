@@ -12,11 +12,12 @@ from typing import Any
 
 from ds_pretrain.base import Base, read_base
 from ds_pretrain.chunk_rule import chunk_lengths
-from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection, parse_run
+from ds_pretrain.config import CosineSection, PhaseSection, Run, WsdSection
 from ds_pretrain.deepspeed_json import check_deepspeed, parse_deepspeed, sequence_parallel_size
 from ds_pretrain.errors import InputError
 from ds_pretrain.reading import counted, listed, parse_json, read_text
 from ds_pretrain.response import Ladder
+from ds_pretrain.run_file import parse_run
 from ds_pretrain.run_problems import CHANGEABLE as CHANGEABLE
 from ds_pretrain.run_problems import (
     contradictions,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_pretrain.config import WatchdogSection, parse_run, parse_watchdog
+from ds_pretrain.config import WatchdogSection
 from ds_pretrain.curves import Point as Point
 from ds_pretrain.curves import read_csv as read_csv
 from ds_pretrain.errors import InputError
@@ -20,6 +20,7 @@ from ds_pretrain.judged import replay as replay
 from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.plan import load_plan
 from ds_pretrain.reading import parse_json, read_text, shown
+from ds_pretrain.run_file import parse_run, parse_watchdog
 from ds_pretrain.verdict import Verdict
 from ds_pretrain.watchdog_plot import svg, terminal_plot
 

@@ -8,16 +8,10 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from ds_pretrain.complaints import section_models
-from ds_pretrain.config import (
-    CosineSection,
-    ModelSection,
-    Run,
-    SourceSection,
-    WsdSection,
-    parse_run,
-)
+from ds_pretrain.config import CosineSection, ModelSection, Run, SourceSection, WsdSection
 from ds_pretrain.errors import InputError
 from ds_pretrain.reading import read_text
+from ds_pretrain.run_file import parse_run
 
 MINIMAL = """
 name = "tiny"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ds_pretrain.audit.checked import is_typed, ledger_problems, record_problems
 from ds_pretrain.checkpoint.layout import RUN_STATE, published, step_name
-from ds_pretrain.config import parse_run
 from ds_pretrain.cure import read_cure
 from ds_pretrain.curriculum import open_sampler
 from ds_pretrain.data.indexed import TokenSource
@@ -20,6 +19,7 @@ from ds_pretrain.preflight import Inputs
 from ds_pretrain.reading import read_text
 from ds_pretrain.response import is_abandoned
 from ds_pretrain.run_directory import RunRecord, read_record
+from ds_pretrain.run_file import parse_run
 from ds_pretrain.state import Rollback, RunState, Skip, SkipLedger
 
 
