@@ -30,7 +30,7 @@ from ds_pretrain.plan import Plan, check_world, varies
 from ds_pretrain.rate_plot import rate_summary
 from ds_pretrain.reading import counted, listed
 from ds_pretrain.run_directory import directory_problems
-from ds_pretrain.standing import newest_here, origin_here
+from ds_pretrain.standing import lost_here, newest_here, origin_here
 from ds_pretrain.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.veto import drop_problems
 
@@ -100,7 +100,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
     problems += _base_problems(plan, inputs)
-    problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan))
+    problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
     if world_size is not None:

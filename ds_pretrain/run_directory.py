@@ -111,6 +111,14 @@ def directory_problems(
     return differences(plan, replace(record, saved_step=met), data)
 
 
+def lost_words(plan: Plan, saved_step: int) -> str:
+    """Why a run without the checkpoints that it had does not start."""
+    return (
+        f"{plan.out} had a checkpoint at step {saved_step:,} and now has none; a run never silently starts "
+        "again at step 0: put the checkpoints back, or give the run file a new `out`"
+    )
+
+
 def _remembered(plan: Plan, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
     """The record of a run that has none, as a checkpoint has it: its own, else one of another run."""
     if known is not None:
@@ -165,7 +173,13 @@ def differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
     begun = {skip.phase for skip in read_cure(plan.out).ledger.skips}
     identity = identity_of(plan, data)
-    changes = past_changes(*compared(record.identity, identity), record.saved_step, begun)
+    try:
+        changes = past_changes(*compared(record.identity, identity), record.saved_step, begun)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return [
+            f"{where} has an identity that cannot be read ({type(error).__name__}: {error}); put an intact "
+            f"{_FILE} back: the manifest of each checkpoint has the same `identity`"
+        ]
     chunks = {path: pair for path, pair in changes.items() if path.startswith("chunk_tokens.")}
     is_of_length = any(path.endswith(".seq_len") for path in changes)  # then that is what has changed
     old_chunks, new_chunks = (
@@ -218,10 +232,7 @@ def claim(
             "resume_from to a run of its own"
         )
     if before is not None and before.saved_step is not None and known is None:
-        raise InputError(
-            f"{plan.out} had a checkpoint at step {before.saved_step:,} and now has none; a run never "
-            "silently starts again at step 0: put the checkpoints back, or give the run file a new `out`"
-        )
+        raise InputError(lost_words(plan, before.saved_step))
     record = before or _remembered(plan, known, origin)
     record = record or RunRecord(plan.run.name, identity, 0, _new_id(), None)
     attempt = record.attempt + 1

@@ -9,14 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, parse_manifest, published, step_of
+from ds_pretrain.errors import InputError
 from ds_pretrain.known_run import KnownRun
 from ds_pretrain.plan import Plan
+from ds_pretrain.run_directory import lost_words, read_record
 from ds_pretrain.state import RunState
 
 
 def newest_here(plan: Plan) -> KnownRun | None:
     """What the newest readable checkpoint of a run's own remembers; None if there is none."""
     return next(_known_in(plan.checkpoints), None)
+
+
+def lost_here(plan: Plan) -> list[str]:
+    """Why a start would find nothing to go on from, where nothing can be fetched; empty if it would."""
+    try:
+        record = read_record(plan.out)
+        there = plan.ship_to is not None or bool(published(plan.checkpoints))
+    except (InputError, OSError):  # told by whoever reads the record; of the folder a start says more
+        return []
+    if record is None or record.saved_step is None or there:
+        return []
+    return [lost_words(plan, record.saved_step)]
 
 
 def origin_here(plan: Plan) -> KnownRun | None:

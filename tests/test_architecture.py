@@ -27,8 +27,8 @@ LAYERS: dict[str, int] = {
             "errors files reading world rank_files credentials",
             "attribution chunk_rule config run_file fields curves judged complaints paths timeline schedules "
             "state record plan identity spans rate_plot run_problems past quotas interval shares response "
-            "watchdog watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys deepspeed_values "
-            "veto known_bad verdict watchdog_norm",
+            "watchdog watchdog_memory watchdog_plot base robust deepspeed_json deepspeed_keys "
+            "deepspeed_values veto known_bad verdict watchdog_norm",
             "data models checkpoint monitor engine engine_start engine_load engine_sequence partitions "
             "run_directory stop cure meaning known_run run_lock",
             "curriculum stages preflight rehearsal save_advice save_costs run_places opening probing "

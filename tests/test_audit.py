@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from ds_pretrain.audit import history as history_module
 from ds_pretrain.audit import proof as proof_module
 from ds_pretrain.audit.checked import steps_of_skip
 from ds_pretrain.audit.history import read_history
-from ds_pretrain.audit.run import opened
+from ds_pretrain.audit.run import changed_words, opened
 from ds_pretrain.checkpoint.layout import step_name
 from ds_pretrain.cli import main
 from ds_pretrain.cure import write_cure
@@ -953,3 +954,18 @@ def test_relative_paths_are_those_of_the_folder_that_the_run_was_started_in(
     assert "deepspeed.json" in _audit(capsys, tmp_path / "moved")[1]  # nothing tells where it was
     monkeypatch.chdir(tmp_path / "home")
     assert _audit(capsys, tmp_path / "moved")[0] == 0
+
+
+def test_a_run_file_that_was_changed_is_named_where_what_was_read_before_cannot_be_shown() -> None:
+    changes = [
+        {"attempt": 2, "field": "batch.ramp", "old": None, "new": None},
+        {"attempt": 2, "field": "schedule.length", "old": 1, "new": 2},
+        {"attempt": 3, "field": "sources.web", "old": "a", "new": "b"},
+    ]
+    run: Any = SimpleNamespace(record=SimpleNamespace(changes=changes))
+    assert changed_words(run) == (
+        "the run file was changed, `batch.ramp` at start 2, `sources.web` at start 3: steps from before can "
+        "have read otherwise than it says now"
+    )
+    run.record.changes = changes[1:2]
+    assert changed_words(run) == ""

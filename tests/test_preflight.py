@@ -9,6 +9,7 @@ from ds_pretrain.cli import main
 from ds_pretrain.errors import InputError
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.run_directory import claim, note_saved
 from ds_pretrain.save_advice import interval_lines
 from ds_pretrain.schedules import Wsd
 from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
@@ -332,3 +333,16 @@ def test_rotary_values_of_the_model_config_are_looked_at(tmp_path: Path) -> None
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": "10k"}))
     plan = load_plan(plan.run_path)
     assert any('"rope_theta" = ' in p for p in find_problems(plan, open_inputs(plan), 1, "here"))
+
+
+def test_checkpoints_that_are_gone_are_told_before_a_rank_wakes(tmp_path: Path) -> None:
+    """Unless they may be fetched."""
+    plan = load_plan(make_run(tmp_path))
+    plan.out.mkdir()
+    claim(plan, open_inputs(plan).data, None)
+    assert problems_of(plan) == []
+    note_saved(plan.out, 9)
+    (problem,) = problems_of(plan)
+    assert problem.startswith(f"{plan.out} had a checkpoint at step 9 and now has none;")
+    shipped = ["checkpoint.local=" + str(tmp_path / "local"), f"checkpoint.ship_to={tmp_path / 'vault'}"]
+    assert problems_of(load_plan(plan.run_path, shipped)) == []

@@ -606,3 +606,18 @@ def test_an_option_of_the_optimizer_that_a_load_would_override_is_refused(tmp_pa
     problems = directory_problems(load_plan(run_file), {})
     assert len(problems) == 1  # how Adam is computed may change
     assert "`deepspeed.optimizer.params.weight_decay` is 0.2" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"phases": None}, {"batch": {"tokens": 128, "ramp": "x"}}, {"schedule": 3}]
+)
+def test_an_identity_that_cannot_be_read_says_where_an_intact_one_is(tmp_path: Path, damage: object) -> None:
+    run_file = make_run(tmp_path)
+    start(run_file)
+    note_saved(tmp_path / "out", 4)
+    path = tmp_path / "out" / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "identity": {**record["identity"], **damage}}))  # type: ignore[dict-item]
+    said = refusal(run_file, found_step=4)
+    assert "has an identity that cannot be read" in said or "was started" in said
+    assert "Traceback" not in said

@@ -14,7 +14,7 @@ import numpy as np
 from ds_pretrain.audit.facts import report
 from ds_pretrain.audit.history import Taken, read_history
 from ds_pretrain.audit.proof import batch_checksum, prove
-from ds_pretrain.audit.run import Audited, opened
+from ds_pretrain.audit.run import Audited, changed_words, opened
 from ds_pretrain.data.passages import Passage, passages
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, InputError
@@ -139,7 +139,7 @@ def _step_lines(
     else:
         yield (
             f"checksum   {read}, and {taken.checksum} was recorded: these are NOT the samples that were "
-            "read; `ds-pretrain audit RUN` says what does not hold"
+            f"read; {changed_words(run) or '`ds-pretrain audit RUN` says what does not hold'}"
         )
     share = num_samples * taken.shared // (taken.world_size or 1)
     reader = None if rank is None else rank // taken.shared

@@ -7,7 +7,7 @@ import numpy as np
 from ds_pretrain.audit.checked import steps_of_skip
 from ds_pretrain.audit.history import History, Span
 from ds_pretrain.audit.proof import Proof, steps_words
-from ds_pretrain.audit.run import Audited, skip_words
+from ds_pretrain.audit.run import Audited, changed_words, skip_words
 from ds_pretrain.reading import counted
 
 _MOST_LISTED = 10  # of attempts or rollbacks
@@ -91,6 +91,8 @@ def _work(run: Audited, spans: Sequence[Span]) -> str:
     steps, tokens = sum(b - a for a, b in spans), sum(before(b) - before(a) for a, b in spans)
     if not steps:
         return "took nothing back"
+    if changed_words(run):  # then they may have had other batches than the plan has now
+        return f"took back {counted(steps, 'step')}"
     return f"took back {counted(steps, 'step')} ({tokens:,} tokens)"
 
 

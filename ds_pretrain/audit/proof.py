@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.audit.history import History
-from ds_pretrain.audit.run import Audited
+from ds_pretrain.audit.run import Audited, changed_words
 from ds_pretrain.data.feed import read_samples
 from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
 from ds_pretrain.monitor.monitor import METRICS
@@ -232,9 +232,11 @@ def _checksums(run: Audited, history: History, every: bool) -> tuple[int, list[s
         read = batch_checksum(run, run.sampler.ids(step - 1, run.ledger_of(int(rows["num_skips"][step]))))
         if read != rows["checksum"][step]:
             wrong.append((step, read))
+    why = changed_words(run)
     problems = [
         f"step {step:,}: its samples have the checksum {read} now, and {rows['checksum'][step]} was recorded "
         "as it was trained: the data was changed since, or it read other samples than the ledger says"
+        f"{why and f' ({why})'}"
         for step, read in wrong[:MOST_NAMED]
     ]
     if len(wrong) > MOST_NAMED:

@@ -16,7 +16,7 @@ from ds_pretrain.errors import InputError
 from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.plan import Plan, load_plan
 from ds_pretrain.preflight import Inputs
-from ds_pretrain.reading import read_text
+from ds_pretrain.reading import listed, read_text
 from ds_pretrain.response import is_abandoned
 from ds_pretrain.run_directory import RunRecord, read_record
 from ds_pretrain.run_file import parse_run
@@ -180,3 +180,13 @@ def _skips(ledger: SkipLedger) -> str:
 def skip_words(skip: Skip) -> str:
     """The interval of a skip."""
     return f"{skip.phase} draws [{skip.start}, {skip.stop})"
+
+
+def changed_words(run: Audited) -> str:
+    """Why what was read before may not be what the plan says now; empty if nothing of it was changed."""
+    sections = ("batch", "phases", "sources", "chunk_tokens")
+    changes = [one for one in run.record.changes if one["field"].split(".")[0] in sections]
+    if not changes:
+        return ""
+    fields = listed(list(dict.fromkeys(f"`{one['field']}` at start {one['attempt']}" for one in changes)), 4)
+    return f"the run file was changed, {fields}: steps from before can have read otherwise than it says now"
