@@ -24,7 +24,7 @@ from ds_pretrain.models.documents import document_inputs, refuse_leaks
 from ds_pretrain.models.flops import flops_per_token
 from ds_pretrain.models.groups import parameter_groups
 from ds_pretrain.models.init import KindReport
-from ds_pretrain.models.kernels import replace_kernel
+from ds_pretrain.models.kernels import replace_kernel, require_kernel
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
@@ -113,6 +113,7 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
     documents = document_inputs(model.config, dtype_of(config)) if masked else None
     shared = None
     if plan.sequence_parallel_size > 1:
+        require_kernel(model.module)  # before ranks meet in groups, which one that has left would break
         shared = SharedSequences(world, plan.sequence_parallel_size)
         replace_kernel(model.module, shared.spread)
     engine = open_engine(model.module, groups, config, documents, shared)
