@@ -12,7 +12,7 @@ heal: $(VENV)/.installed
 	$(BIN)/python examples/heal.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
