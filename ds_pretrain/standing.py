@@ -25,8 +25,9 @@ def lost_here(plan: Plan) -> list[str]:
     """Why a start would find nothing to go on from, where nothing can be fetched; empty if it would."""
     try:
         record = read_record(plan.out)
-        there = plan.ship_to is not None or bool(published(plan.checkpoints))
-    except (InputError, OSError):  # told by whoever reads the record; of the folder a start says more
+        # Of what was set aside the start says why.
+        there = plan.ship_to is not None or any(plan.checkpoints.glob("step_*"))
+    except (InputError, OSError):  # told by whoever reads the record
         return []
     if record is None or record.saved_step is None or there:
         return []
