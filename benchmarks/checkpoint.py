@@ -38,19 +38,19 @@ import torch
 from ranks import start_ranks
 from report import finish, judge, spread
 
-from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.behind import Stage
-from ds_pretrain.checkpoint.layout import Manifest, owner, step_name
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.saves import Saves
+from ds_pretrain.checkpoint.manifest import Manifest, owner, step_name
+from ds_pretrain.checkpoint.save import Saves
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World, barrier, from_main, gather_rows
+from ds_pretrain.core.state import RunState
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.engine_start import initialize_distributed
+from ds_pretrain.engine.engine import ZeroEngine
+from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.models.loss import cross_entropy_and_z
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World, barrier, from_main, gather_rows
+from ds_pretrain.training.setup import open_run_engine
 
 ROOT = Path(__file__).parent.parent
 STALL_BAR, STEP_BAR, RESTORE_BAR, BYTES_BAR = 0.10, 1.10, 1.25, 1.1

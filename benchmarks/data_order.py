@@ -18,13 +18,13 @@ from statistics import median
 import numpy as np
 from report import finish, judge, spread, time_in_turn
 
+from ds_pretrain.config.timeline import Segment, Timeline
+from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.data import mixture
 from ds_pretrain.data.chunks import Chunks
 from ds_pretrain.data.mixture import BLOCK_DRAWS, locate_samples, make_mixture
-from ds_pretrain.data.permute import make_key
+from ds_pretrain.data.permutation import make_key
 from ds_pretrain.data.sampler import Sampler
-from ds_pretrain.state import SkipLedger
-from ds_pretrain.timeline import Segment, Timeline
 
 BATCH = 1024
 NUM_SAMPLES = 10**11

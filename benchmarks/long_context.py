@@ -35,23 +35,23 @@ from report import finish, judge
 from torch import Tensor
 from torch.nn import functional
 
-from ds_pretrain import step as step_module
 from ds_pretrain import train as train_module
-from ds_pretrain.data.feed import Batch, MicroBatch
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import Preempted
+from ds_pretrain.core.metrics import IGNORED
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.indexed import open_source
-from ds_pretrain.data.validation import make_validation_set
+from ds_pretrain.data.loader import Batch, MicroBatch
+from ds_pretrain.data.validation_set import make_validation_set
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Engine
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.errors import Preempted
-from ds_pretrain.evaluation import evaluate
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.record import IGNORED
-from ds_pretrain.resuming import Wish
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.training import step as step_module
+from ds_pretrain.training.resume import Wish
+from ds_pretrain.training.setup import open_run_engine
+from ds_pretrain.training.validation import evaluate
 
 ROOT = Path(__file__).parent.parent
 MEMORY_BAR, TRAIN_BAR = 0.35, 0.9

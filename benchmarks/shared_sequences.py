@@ -28,14 +28,14 @@ from ranks import start_ranks
 from report import finish, judge
 from torch.nn import functional
 
-from ds_pretrain.data.feed import Batch, MicroBatch
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.models.groups import parameter_groups
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.sample import whole_model
-from ds_pretrain.step import take_step
-from ds_pretrain.world import World, gather_rows
+from ds_pretrain.commands.sample import whole_model
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.core.distributed import World, gather_rows
+from ds_pretrain.data.loader import Batch, MicroBatch
+from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.training.setup import open_run_engine
+from ds_pretrain.training.step import take_step
 
 ROOT = Path(__file__).parent.parent
 ERROR_BAR, MEMORY_BAR = 10.0, 0.7

@@ -31,17 +31,17 @@ from report import finish, judge, spread
 from torch.nn.functional import cross_entropy
 
 from ds_pretrain import train as train_module
-from ds_pretrain.data.feed import MicroBatch
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.state import RunState
+from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.data.loader import MicroBatch
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Engine, Update, ZeroEngine
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.opening import open_feed, open_run_engine
-from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.preflight import open_inputs
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.state import RunState
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World, gather_objects
+from ds_pretrain.engine.engine import Engine, Update, ZeroEngine
+from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.training.preflight import open_inputs
+from ds_pretrain.training.setup import open_feed, open_run_engine
 
 ROOT = Path(__file__).parent.parent
 BLOCK_STEPS = 10

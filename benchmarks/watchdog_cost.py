@@ -32,18 +32,18 @@ from collectives import counted
 from ranks import start_ranks
 from report import finish, judge, spread
 
-from ds_pretrain import engine as engine_module
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.engine import Update, ZeroEngine
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.healing import Watchdog
-from ds_pretrain.plan import load_plan
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.saving import Saver
-from ds_pretrain.stop import StopSignal
+from ds_pretrain.engine import engine as engine_module
+from ds_pretrain.engine.engine import Update, ZeroEngine
+from ds_pretrain.engine.skip_step import dropping_above
+from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.train import train
-from ds_pretrain.veto import dropping_above
-from ds_pretrain.world import World
+from ds_pretrain.training.rollback import Watchdog
+from ds_pretrain.training.saver import Saver
 
 ROOT = Path(__file__).parent.parent
 WARM_UP = 220  # steps: the window of 200 is full

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 from report import finish, judge
 
-from ds_pretrain.config import WatchdogSection
-from ds_pretrain.watchdog import Verdict
-from ds_pretrain.watchdog import judge as judge_step
-from ds_pretrain.watchdog_memory import Memory
-from ds_pretrain.watchdog_replay import Point, read_csv, replay
+from ds_pretrain.commands.watchdog import Point, read_csv, replay
+from ds_pretrain.config.schema import WatchdogSection
+from ds_pretrain.core.watchdog_memory import Memory
+from ds_pretrain.watchdog.detector import Verdict
+from ds_pretrain.watchdog.detector import judge as judge_step
 
 DEFAULTS = WatchdogSection()
 FITTED = WatchdogSection(window=2, patience=3)

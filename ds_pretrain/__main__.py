@@ -2,6 +2,6 @@
 
 import sys
 
-from ds_pretrain.cli import main
+from ds_pretrain.commands.cli import main
 
 sys.exit(main())

@@ -16,16 +16,11 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from ds_pretrain.checkpoint import store
+from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.triggers import due_by_count, ends_phase
-from ds_pretrain.cure import note_told, read_cure
-from ds_pretrain.curriculum import skipped_lines
-from ds_pretrain.data.feed import Feed
-from ds_pretrain.data.usage import read_so_far
-from ds_pretrain.data.validation import ValidationSet
-from ds_pretrain.engine import Engine
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.errors import (
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.core.distributed import World, barrier, on_main
+from ds_pretrain.core.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_NEEDS_PERSON,
@@ -36,11 +31,25 @@ from ds_pretrain.errors import (
     RunError,
     agreed,
 )
-from ds_pretrain.evaluation import evaluate
-from ds_pretrain.healing import Watchdog
+from ds_pretrain.core.run_files import record_exit, record_rank
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.state import RunState
+from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.usage import read_so_far
+from ds_pretrain.data.validation_set import ValidationSet
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
-from ds_pretrain.opening import (
+from ds_pretrain.training.curriculum import skipped_lines
+from ds_pretrain.training.probing import probe_again
+from ds_pretrain.training.record import claim
+from ds_pretrain.training.resume import NO_WISH, Wish, known_run, origin_of, refuse_step, resume, tell_changes
+from ds_pretrain.training.rollback import Watchdog
+from ds_pretrain.training.run_places import label_place, open_places, require_shared_folder
+from ds_pretrain.training.saver import Saver
+from ds_pretrain.training.setup import (
     announce,
     open_feed,
     open_monitor,
@@ -49,21 +58,12 @@ from ds_pretrain.opening import (
     prepare_inputs,
     validation_sets,
 )
-from ds_pretrain.plan import Plan, load_plan
-from ds_pretrain.probing import probe_again
-from ds_pretrain.rank_files import record_exit, record_rank
-from ds_pretrain.resuming import NO_WISH, Wish, known_run, origin_of, refuse_step, resume, tell_changes
-from ds_pretrain.run_directory import claim
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.run_places import label_place, open_places, require_shared_folder
-from ds_pretrain.saving import Saver
-from ds_pretrain.shipping import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
-from ds_pretrain.shipping import STOP_PATIENCE_SECONDS, Shipping
-from ds_pretrain.stages import Stages
-from ds_pretrain.state import RunState
-from ds_pretrain.step import measure, take_step
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World, barrier, on_main
+from ds_pretrain.training.stages import Stages
+from ds_pretrain.training.step import measure, take_step
+from ds_pretrain.training.uploads import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
+from ds_pretrain.training.uploads import STOP_PATIENCE_SECONDS, Shipping
+from ds_pretrain.training.validation import evaluate
+from ds_pretrain.watchdog.rollback_log import note_told, read_cure
 
 
 def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish = NO_WISH) -> None:

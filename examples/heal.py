@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from demo import run, split_by_file, title
 
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import SkipLedger
 
 RUN_FILE = "examples/heal.toml"
 FOLDER = Path("runs/heal")

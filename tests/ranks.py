@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ds_pretrain.world import World
+from ds_pretrain.core.distributed import World
 
 PRELOAD = [
     "deepspeed",
@@ -132,7 +132,7 @@ def _rank_main(
     import deepspeed
     import torch
 
-    from ds_pretrain.engine_start import quiet_deepspeed
+    from ds_pretrain.engine.start import quiet_deepspeed
 
     torch.set_num_threads(1)
     quiet_deepspeed()

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
 from ds_pretrain.deepspeed_keys import (
     KNOWN_SUBKEYS,
     LION_PARAMS,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_pretrain.config.plan import load_plan
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.plan import load_plan
 
 ROOT = Path(__file__).parent.parent
 JUDGING = """

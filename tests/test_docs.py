@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_pretrain.complaints import section_models
-from ds_pretrain.config import Run, SourceSection
+from ds_pretrain.config.complaints import section_models
+from ds_pretrain.config.schema import Run, SourceSection
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +42,7 @@ def test_every_file_that_the_documentation_links_to_exists() -> None:
 
 
 def test_the_exit_code_table_of_the_readme_is_that_of_the_code() -> None:
-    from ds_pretrain import errors
+    from ds_pretrain.core import errors
 
     table = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {int(code) for code in table} == set(errors.EXIT_MEANINGS)

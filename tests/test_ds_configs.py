@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ds_pretrain.world import World
+from ds_pretrain.core.distributed import World
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_pretrain.cli import main
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.identity import identity_of
-from ds_pretrain.past import past_changes
-from ds_pretrain.plan import load_plan
+from ds_pretrain.training.identity import identity_of
+from ds_pretrain.training.past import past_changes
 
 ROOT = Path(__file__).parents[1]
 

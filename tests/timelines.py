@@ -1,6 +1,6 @@
 """Timelines for tests of what does not look at phases."""
 
-from ds_pretrain.timeline import Duration, Stage, Timeline, make_timeline, parse_duration
+from ds_pretrain.config.timeline import Duration, Stage, Timeline, make_timeline, parse_duration
 
 
 def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:

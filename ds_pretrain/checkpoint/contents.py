@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, owner, parse_manifest
+from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, owner, parse_manifest
 from ds_pretrain.checkpoint.shards import open_shards
 from ds_pretrain.checkpoint.universal import damage, read_universal
 from ds_pretrain.checkpoint.universal_layout import (
@@ -25,9 +25,9 @@ from ds_pretrain.checkpoint.universal_layout import (
     UNIVERSAL_MANIFEST,
     Group,
 )
-from ds_pretrain.checkpoint.verdict import broken_reason
-from ds_pretrain.errors import InputError
-from ds_pretrain.world import World
+from ds_pretrain.checkpoint.verify import broken_reason
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError
 
 WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
 BUFFER, FROZEN = "buffer", "frozen"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ds_pretrain.checkpoint.contents import WEIGHT, Contents, opened
-from ds_pretrain.past import changed_fields
-from ds_pretrain.reading import counted, shown
+from ds_pretrain.core.text import counted, shown
+from ds_pretrain.training.past import changed_fields
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64

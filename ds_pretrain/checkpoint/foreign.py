@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE
-from ds_pretrain.checkpoint.on_main import on_main
-from ds_pretrain.checkpoint.places import Tell
+from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE
 from ds_pretrain.checkpoint.rng import rng_file
+from ds_pretrain.checkpoint.storage import Tell
 from ds_pretrain.checkpoint.universal import Universal, damage, read_universal
 from ds_pretrain.checkpoint.universal_layout import UNIVERSAL_MANIFEST, UniversalManifest
-from ds_pretrain.errors import InputError, agreed
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World, from_main, gather_objects
+from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.on_main import on_main
+from ds_pretrain.core.state import RunState
 
 # What a universal checkpoint that something else wrote may lack, and what is done without it.
 MISSING = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import (
+from ds_pretrain.checkpoint.manifest import (
     BROKEN,
     MANIFEST,
     Manifest,
@@ -17,12 +17,12 @@ from ds_pretrain.checkpoint.layout import (
     step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.places import wrong_file
 from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, branches, is_shipped
-from ds_pretrain.checkpoint.verdict import broken_reason
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import checksum, write_atomic
+from ds_pretrain.checkpoint.storage import wrong_file
+from ds_pretrain.checkpoint.verify import broken_reason
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import checksum, write_atomic
 
 VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
 _HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "shipped", "verified")

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, REPLACED, parse_manifest, step_of
-from ds_pretrain.checkpoint.places import wrong_file
+from ds_pretrain.checkpoint.manifest import DOOMED, MANIFEST, PARTIAL, REPLACED, parse_manifest, step_of
+from ds_pretrain.checkpoint.storage import wrong_file
 
 
 def recover(root: Path) -> Iterator[str]:

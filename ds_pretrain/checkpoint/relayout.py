@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ds_pretrain.errors import InputError, agreed
+from ds_pretrain.core.errors import InputError, agreed
 
 # What decides how an optimizer's state is cut into shards, with the value that stands where nothing is set.
 _LAYOUT: dict[tuple[str, ...], Any] = {

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
+from ds_pretrain.checkpoint.manifest import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
-from ds_pretrain.files import write_atomic, write_point
-from ds_pretrain.response import is_abandoned
-from ds_pretrain.spans import Multiples
-from ds_pretrain.state import Rollback, RunState
+from ds_pretrain.config.spans import Multiples
+from ds_pretrain.core.files import write_atomic, write_point
+from ds_pretrain.core.state import Rollback, RunState
+from ds_pretrain.watchdog.policy import is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
 CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it

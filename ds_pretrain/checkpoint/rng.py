@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_pretrain.errors import RunError
-from ds_pretrain.world import uses_gpu
+from ds_pretrain.core.distributed import uses_gpu
+from ds_pretrain.core.errors import RunError
 
 RNG = "rng"  # the folder of the streams in a checkpoint
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import step_of
+from ds_pretrain.checkpoint.manifest import step_of
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.checkpoint.retention import manifest_sum
 from ds_pretrain.checkpoint.shipment import (
@@ -21,9 +21,9 @@ from ds_pretrain.checkpoint.shipment import (
 )
 from ds_pretrain.checkpoint.unshippable import give_up, take_back, unshipped
 from ds_pretrain.checkpoint.words import Stuck, tell_others
-from ds_pretrain.credentials import scrubbed
-from ds_pretrain.errors import RunError
-from ds_pretrain.spans import Multiples
+from ds_pretrain.config.spans import Multiples
+from ds_pretrain.core.errors import RunError
+from ds_pretrain.core.redact import scrubbed
 
 IDLE_SECONDS = 1.0  # between looks for something new
 _SLOWEST_SECONDS = 60.0  # between tries

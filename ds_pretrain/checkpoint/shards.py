@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.layout import MANIFEST, owner, parse_manifest
+from ds_pretrain.checkpoint.manifest import MANIFEST, owner, parse_manifest
 from ds_pretrain.checkpoint.universal_layout import Group
-from ds_pretrain.errors import InputError
-from ds_pretrain.shares import share_of
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.shares import share_of
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 SHARD_ENDINGS = ("_model_states.pt", "_optim_states.pt")

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import (
+from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -38,8 +38,8 @@ from ds_pretrain.checkpoint.words import (
     word_of,
     words_of,
 )
-from ds_pretrain.files import checksum, write_atomic, write_point
-from ds_pretrain.spans import Multiples
+from ds_pretrain.config.spans import Multiples
+from ds_pretrain.core.files import checksum, write_atomic, write_point
 
 __all__ = ["NotAsListed", "Progress", "Stuck", "arrival", "ship", "unshipped"]
 

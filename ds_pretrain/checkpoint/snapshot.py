@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.layout import FileEntry
-from ds_pretrain.files import free_bytes, write_point
-from ds_pretrain.world import uses_gpu
+from ds_pretrain.checkpoint.manifest import FileEntry
+from ds_pretrain.core.distributed import uses_gpu
+from ds_pretrain.core.files import free_bytes, write_point
 
 Buffers = dict[tuple[str, int], Tensor]  # host copies, kept from save to save
 LATER_BYTES = 1 << 20  # smaller tensors are copied at once: what else is in DeepSpeed's files may change

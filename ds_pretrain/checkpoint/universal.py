@@ -17,21 +17,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ds_pretrain.checkpoint.convert import convert
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE
-from ds_pretrain.checkpoint.on_main import on_main, while_others_wait
-from ds_pretrain.checkpoint.places import Tell, Verify, wrong_file
+from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE
+from ds_pretrain.checkpoint.reshard import convert
 from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
+from ds_pretrain.checkpoint.storage import Tell, Verify, wrong_file
 from ds_pretrain.checkpoint.universal_layout import (
     UNIVERSAL_MANIFEST,
     UniversalManifest,
     cache_of,
     parse_universal,
 )
-from ds_pretrain.errors import InputError, RunError, agreed
-from ds_pretrain.files import checksum
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World, from_main, gather_objects
+from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.core.files import checksum
+from ds_pretrain.core.on_main import on_main, while_others_wait
+from ds_pretrain.core.state import RunState
 
 POLL_SECONDS = 2.0  # how long other ranks wait in one collective while rank 0 works
 SIGHT_SECONDS = 120.0  # twice what NFS remembers of a folder by default

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import FileEntry, refuse_outside, seal, step_of, unseal
+from ds_pretrain.checkpoint.manifest import FileEntry, refuse_outside, seal, step_of, unseal
 
 UNIVERSAL = ".universal"
 UNIVERSAL_MANIFEST = "universal.json"

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import MANIFEST, published
+from ds_pretrain.checkpoint.manifest import MANIFEST, published
 from ds_pretrain.checkpoint.retention import is_shipped, manifest_sum
-from ds_pretrain.files import write_atomic
+from ds_pretrain.core.files import write_atomic
 
 UNSHIPPABLE = "unshippable"  # a file in a checkpoint's folder: why this very one is not shipped
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.data.mixture import locate_samples
-from ds_pretrain.data.permute import Words, derive_keys, make_key, permute
+from ds_pretrain.data.permutation import Words, derive_keys, make_key, permute
 
 # Pieces of a window are shuffled together. What is left of one where the length changes waits for the next
 # epoch, so a window is a small part of an epoch, too.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.inputs import DocumentMode, Input, open_text
-from ds_pretrain.errors import InputError
 
 _ROWS = 512  # read at once
 

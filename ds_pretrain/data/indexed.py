@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.errors import InputError
+from ds_pretrain.core.errors import InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34  # magic 9, version u64, type code u8, number of sequences u64, of document bounds u64

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.text import counted
 from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
 from ds_pretrain.data.indexed import MAGIC
-from ds_pretrain.errors import InputError
-from ds_pretrain.reading import counted
 
 DocumentMode = Literal["file", "line", "paragraph"]
 MAX_DOCUMENT_BYTES = 256 << 20  # a text file read as one document is held in memory

@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.permute import Words, derive_keys, keys_of, mixed, permute
-from ds_pretrain.errors import InputError
-from ds_pretrain.quotas import BLOCK_DRAWS as BLOCK_DRAWS
-from ds_pretrain.quotas import block_quotas
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.data.permutation import Words, derive_keys, keys_of, mixed, permute
+from ds_pretrain.data.quotas import BLOCK_DRAWS as BLOCK_DRAWS
+from ds_pretrain.data.quotas import block_quotas
 
 _BITS = np.uint64(BLOCK_DRAWS.bit_length() - 1)  # of a place
 _PLACE = np.uint64(BLOCK_DRAWS - 1)  # these bits

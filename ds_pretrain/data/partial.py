@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.text import counted
 from ds_pretrain.data.indexed import file_of
 from ds_pretrain.data.writer import partial_folder
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import write_atomic
-from ds_pretrain.reading import counted
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.data.filtered import chosen_of
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of
-from ds_pretrain.data.views import chosen_of
-from ds_pretrain.errors import InputError
 
 _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length needs little memory
 

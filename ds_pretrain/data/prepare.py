@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.core.errors import InputError, Preempted
+from ds_pretrain.core.files import folder_problem
 from ds_pretrain.data.documents import read_documents
 from ds_pretrain.data.encode import Batch, Reading, encode_in_order, read_batches
 from ds_pretrain.data.indexed import file_of, stem_of
@@ -28,8 +30,6 @@ from ds_pretrain.data.progress import Progress
 from ds_pretrain.data.tokenizer import Tokenizer, load_tokenizer, paths_of
 from ds_pretrain.data.training import refuse_training, train_once
 from ds_pretrain.data.writer import IndexedWriter, dtype_for
-from ds_pretrain.errors import InputError, Preempted
-from ds_pretrain.files import folder_problem
 
 SYNC_TOKENS, SYNC_SECONDS = 1 << 24, 30.0  # what a kill can cost: the lesser of both
 _KEY_VERSION = 1

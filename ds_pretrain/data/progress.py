@@ -4,8 +4,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from ds_pretrain.core.text import counted
 from ds_pretrain.data.inputs import Input
-from ds_pretrain.reading import counted
 
 _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
 _WIDTH = 24

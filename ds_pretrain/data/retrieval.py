@@ -15,12 +15,12 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.data.feed import MicroBatch, to_micro_batch
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.lengths import KEY_TOKENS, MARKER_TOKENS, prompt_lengths
-from ds_pretrain.data.validation import ValidationSet
-from ds_pretrain.record import IGNORED
-from ds_pretrain.world import World
+from ds_pretrain.data.loader import MicroBatch, to_micro_batch
+from ds_pretrain.data.validation_set import ValidationSet
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the text before the key
 NUM_PLACES = len(DEPTHS) + 1  # and nowhere

@@ -14,14 +14,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.chunk_rule import chunk_lengths, chunk_problems
+from ds_pretrain.config.chunk_rule import chunk_lengths, chunk_problems
+from ds_pretrain.config.timeline import Timeline
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data.chunks import Chunks, Position
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import Mixture, make_mixture
-from ds_pretrain.data.permute import make_key
-from ds_pretrain.errors import InputError
-from ds_pretrain.state import Skip, SkipLedger
-from ds_pretrain.timeline import Timeline
+from ds_pretrain.data.permutation import make_key
 
 NO_SKIPS = SkipLedger()
 _STARTS_KEPT = 16  # a step asks for its own phase, and now and then someone asks for all

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
 from ds_pretrain.data.indexed import TokenSource, file_of
-from ds_pretrain.errors import InputError
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"

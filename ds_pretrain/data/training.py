@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import folder_problem, sync_folder
 from ds_pretrain.data.tokenizer import (
     BYTES,
     END_OF_TEXT,
@@ -15,8 +17,6 @@ from ds_pretrain.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import folder_problem, sync_folder
 
 
 def refuse_training(path: str, size: int, eos_token: str | None = None) -> None:

@@ -12,13 +12,13 @@ from itertools import combinations
 
 import numpy as np
 
+from ds_pretrain.core.state import SkipLedger
+from ds_pretrain.core.text import counted, counted_epochs
 from ds_pretrain.data.chunks import Position
+from ds_pretrain.data.filtered import chosen_of
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import NO_SKIPS, Sampler
-from ds_pretrain.data.views import chosen_of
-from ds_pretrain.reading import counted, counted_epochs
-from ds_pretrain.state import SkipLedger
 
 
 @dataclass(frozen=True)

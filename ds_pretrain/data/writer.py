@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import sync_file, sync_folder, write_atomic
 from ds_pretrain.data.indexed import DTYPES, HEADER_BYTES, MAGIC, file_of, stem_of
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import sync_file, sync_folder, write_atomic
 
 _CHUNK = 1 << 20
 _UINT16, _INT32 = DTYPES[8], DTYPES[4]

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ds_pretrain.errors import InputError
-from ds_pretrain.launch.hosts import Host, num_ranks, read_hostfile
-from ds_pretrain.launch.shipping import unsafe_path, variables_to_ship, word_for_remote_shell
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.launch.environment import unsafe_path, variables_to_ship, word_for_remote_shell
+from ds_pretrain.launch.hostfile import Host, num_ranks, read_hostfile
 
 TRAIN_MODULE = "ds_pretrain.train"
 DEFAULT_PORT = 29500  # DeepSpeed's and PyTorch's

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ds_pretrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MEANINGS, InputError
-from ds_pretrain.files import ensure_writable_folder, write_atomic
+from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MEANINGS, InputError
+from ds_pretrain.core.files import ensure_writable_folder, write_atomic
+from ds_pretrain.core.run_files import RankRecord, forget_last_start, read_exit, read_ranks, stop_file
 from ds_pretrain.launch.command import Command
-from ds_pretrain.launch.hosts import Host, describe_hosts
-from ds_pretrain.launch.ranks import alive_ranks, end_ranks, session_members
-from ds_pretrain.launch.shipping import environment_file
-from ds_pretrain.rank_files import RankRecord, forget_last_start, read_exit, read_ranks, stop_file
+from ds_pretrain.launch.environment import environment_file
+from ds_pretrain.launch.hostfile import Host, describe_hosts
+from ds_pretrain.launch.processes import alive_ranks, end_ranks, session_members
 
 _POLL_SECONDS = 0.2
 _HELPERS_SECONDS = 5.0  # for helper processes of ranks (loggers, trackers) to follow them by themselves

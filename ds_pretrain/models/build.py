@@ -18,15 +18,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from ds_pretrain.base import Base
-from ds_pretrain.errors import InputError
-from ds_pretrain.models.check import NAME, check_model, family_problem, parse_model_config
-from ds_pretrain.models.groups import owned_parameters, whole_shape
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.models.config_check import NAME, check_model, family_problem, parse_model_config
 from ds_pretrain.models.init import Gather, KindReport, initialize
 from ds_pretrain.models.loading import base_problems, load_base
+from ds_pretrain.models.param_groups import owned_parameters, whole_shape
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.models.qk_norm import ensure_qk_norm
 from ds_pretrain.models.rope import default_dtype, restore_rotary
-from ds_pretrain.world import World
 
 Partition = Callable[[], AbstractContextManager[Any]]
 

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from math import inf
 from typing import Any, TypeGuard
 
+from ds_pretrain.core.text import shown
 from ds_pretrain.models.family import Family, admits, in_words, known_activations, known_rope_types
-from ds_pretrain.reading import shown
 
 _ACTIVATION_KEYS = ("hidden_act", "activation_function", "hidden_activation")
 _EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_pretrain.errors import RunError
-from ds_pretrain.models.groups import is_norm, is_partitioned, owned_parameters, whole_shape
-from ds_pretrain.world import World, from_main
+from ds_pretrain.core.distributed import World, from_main
+from ds_pretrain.core.errors import RunError
+from ds_pretrain.models.param_groups import is_norm, is_partitioned, owned_parameters, whole_shape
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 

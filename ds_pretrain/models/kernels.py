@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_pretrain.errors import InputError, agreed
+from ds_pretrain.core.errors import InputError, agreed
 
 Kernel = Callable[..., Any]
 

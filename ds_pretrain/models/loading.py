@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ds_pretrain.base import Base
-from ds_pretrain.errors import InputError, agreed
-from ds_pretrain.models.groups import is_partitioned, owned_parameters, whole_shape
+from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.text import counted, listed
 from ds_pretrain.models.init import Gather, KindReport, check_weights, measured
-from ds_pretrain.reading import counted, listed
-from ds_pretrain.world import World, from_main, gather_objects
+from ds_pretrain.models.param_groups import is_partitioned, owned_parameters, whole_shape
+from ds_pretrain.models.pretrained import Base
 
 # Buffers that older files hold and models compute themselves: causal masks and rotary tables.
 _COMPUTED = re.compile(r"(^|\.)(attn\.(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")

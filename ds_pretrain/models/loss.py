@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_pretrain.record import IGNORED
+from ds_pretrain.core.metrics import IGNORED
 
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of fp32 logits at a time
 _CHUNK_ELEMENTS_CPU = 1 << 18  # 1 MiB: stays in a core's cache

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from ds_pretrain.errors import InputError
-from ds_pretrain.models.check import NAME, parse_model_config
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.models.config_check import NAME, parse_model_config
 from ds_pretrain.models.family import Family, read_family
 
 MASK_KERNELS = ("eager", "sdpa")  # take any mask

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from ds_pretrain.errors import InputError
-from ds_pretrain.models.check import QK_NORM_ADDABLE, qk_norm_problem
-from ds_pretrain.reading import counted
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.text import counted
+from ds_pretrain.models.config_check import QK_NORM_ADDABLE, qk_norm_problem
 
 _NATIVE_NAMES = ("q_norm", "q_layernorm", "query_layernorm")
 

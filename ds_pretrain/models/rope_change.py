@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from ds_pretrain.config import RopeSection
-from ds_pretrain.models.rope_settings import (
+from ds_pretrain.config.schema import RopeSection
+from ds_pretrain.core.text import shown
+from ds_pretrain.models.rope_config import (
     FOLLOWS_THE_LENGTH,
     LLAMA3_HIGH_FREQ_FACTOR,
     LLAMA3_LOW_FREQ_FACTOR,
@@ -16,7 +17,6 @@ from ds_pretrain.models.rope_settings import (
     rope_state,
     with_rope,
 )
-from ds_pretrain.reading import shown
 
 _KEYS_OF = {  # what a phase may name besides kind and theta
     "default": (),

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from ds_pretrain.errors import InputError
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.models.build import model_config
 from ds_pretrain.models.rope import restore_rotary, rotary_modules
 from ds_pretrain.models.rope_check import RopeCheck, check_rope
-from ds_pretrain.models.rope_settings import FOLLOWS_THE_LENGTH, FULL_ATTENTION, rope_state, states_rope
+from ds_pretrain.models.rope_config import FOLLOWS_THE_LENGTH, FULL_ATTENTION, rope_state, states_rope
 
 _CONFIG_KEYS = (
     "rope_parameters", "max_position_embeddings", "original_max_position_embeddings",

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_pretrain.models.check import HEADS_KEYS
+from ds_pretrain.config.plan import Plan
+from ds_pretrain.models.config_check import HEADS_KEYS
 from ds_pretrain.models.family import Family, read_family
 from ds_pretrain.models.masking_check import LAYER_KINDS, OTHER_LAYERS
-from ds_pretrain.models.rope_settings import FOLLOWS_THE_LENGTH, has_rope, rope_state
-from ds_pretrain.plan import Plan
+from ds_pretrain.models.rope_config import FOLLOWS_THE_LENGTH, has_rope, rope_state
 
 _LESS = "take another sequence_parallel_size, or delete it"
 

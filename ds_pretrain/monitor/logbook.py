@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.files import sync_file, write_atomic
+from ds_pretrain.core.files import sync_file, write_atomic
 from ds_pretrain.monitor.logbook_memory import NOTEWORTHY, Remembered, remembered
 from ds_pretrain.monitor.logbook_page import page
 from ds_pretrain.monitor.sinks import JsonLines, read_metrics

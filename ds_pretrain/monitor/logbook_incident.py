@@ -21,7 +21,7 @@ from ds_pretrain.monitor.logbook_text import (
     when,
     where,
 )
-from ds_pretrain.watchdog_plot import text_plot
+from ds_pretrain.monitor.plots import text_plot
 
 _WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
 MOST_SUSPECTS = 20

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from ds_pretrain.core.text import plain_words
 from ds_pretrain.monitor.sinks import count
-from ds_pretrain.reading import plain_words
 
 Record = Mapping[str, Any]
 # What the records' words mean: a person reads the page, a program incidents.jsonl.

@@ -13,12 +13,12 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
+from ds_pretrain.config.timeline import Timeline
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal, say
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
-from ds_pretrain.record import StepRecord
-from ds_pretrain.timeline import Timeline
-from ds_pretrain.world import World
 
 METRICS = "metrics.jsonl"
 _WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ramp

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from ds_pretrain.reading import counted, counted_epochs, plain_words
+from ds_pretrain.core.text import counted, counted_epochs, plain_words
 
 _BLOCK_BYTES = 1 << 20  # read at once, from the end
 _LONGEST = 400  # characters of a text in the terminal

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ds_pretrain.checkpoint.layout import Manifest
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.saves import Outcome, Saveable, Saves
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World
+from ds_pretrain.checkpoint.manifest import Manifest
+from ds_pretrain.checkpoint.save import Outcome, Saveable, Saves
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.state import RunState
 
 
 def save_now(

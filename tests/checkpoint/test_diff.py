@@ -13,14 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import convert
+from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint.diff import SHOWN_LINES, described, differences
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest, published, step_name
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    RUN_STATE,
+    FileEntry,
+    parse_manifest,
+    published,
+    step_name,
+)
 from ds_pretrain.checkpoint.rng import capture_streams, rng_file, seed_streams
 from ds_pretrain.checkpoint.shards import Source, open_shards
-from ds_pretrain.cli import main
-from ds_pretrain.errors import InputError
-from ds_pretrain.files import checksum
+from ds_pretrain.commands.cli import main
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import checksum
 from tests.checkpoint.test_universal import SHAPES, STEP, write_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import elastic

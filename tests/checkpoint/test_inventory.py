@@ -9,13 +9,13 @@ import pytest
 
 from ds_pretrain.checkpoint import inventory
 from ds_pretrain.checkpoint.inventory import VERIFIED, ago, entries_there, listed, size, wrong_there
-from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest, step_name
+from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest, step_name
 from ds_pretrain.checkpoint.remote import remote_at
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, manifest_sum
-from ds_pretrain.cli import main
-from ds_pretrain.plan import load_plan
-from ds_pretrain.world import World
-from tests.checkpoint.test_store import _save as save
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from tests.checkpoint.test_restore import _save as save
 from tests.scenario import make_run
 
 

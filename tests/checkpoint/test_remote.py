@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint import remote as module
-from ds_pretrain.checkpoint.layout import FileEntry
+from ds_pretrain.checkpoint.manifest import FileEntry
 from ds_pretrain.checkpoint.remote import Remote, open_remote
-from ds_pretrain.credentials import scrubbed
-from ds_pretrain.errors import InputError
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.redact import scrubbed
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
 
 

@@ -15,7 +15,7 @@ from ds_pretrain.checkpoint.rng import (
     rng_file,
     seed_streams,
 )
-from ds_pretrain.errors import RunError
+from ds_pretrain.core.errors import RunError
 
 
 def _draws() -> list[float]:

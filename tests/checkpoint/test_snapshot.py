@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.checkpoint.saves import Saves
+from ds_pretrain.checkpoint.save import Saves
 from ds_pretrain.checkpoint.snapshot import LATER_BYTES, Snapshot
-from ds_pretrain.engine import Engine
-from ds_pretrain.files import Capture
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World
-from tests.checkpoint.test_layout import MANIFEST
-from tests.distributed.small import step_on, uneven_batch
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.files import Capture
+from ds_pretrain.core.state import RunState
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.training.setup import open_run_engine
+from tests.checkpoint.test_manifest import MANIFEST
+from tests.engine.small import step_on, uneven_batch
 from tests.ranks import run_ranks
 from tests.scenario import make_run
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, parse_manifest
-from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.rng import load_streams, rng_file, seed_streams
-from ds_pretrain.errors import EXIT_FINISHED
-from ds_pretrain.world import World
-from tests.checkpoint import test_store
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_FINISHED
+from tests.checkpoint import test_restore as test_store
 from tests.ranks import run_ranks
 from tests.runs.chaos import look
 from tests.runs.starts import start

@@ -4,7 +4,7 @@ import pytest
 
 from ds_pretrain.checkpoint import triggers
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
-from ds_pretrain.timeline import Segment, Timeline, parse_duration
+from ds_pretrain.config.timeline import Segment, Timeline, parse_duration
 from tests.timelines import single_phase
 
 TIMELINE = single_phase("main", 16, 4, parse_duration("20 steps"))  # 64 tokens a step

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain import partitions
-from ds_pretrain.checkpoint import convert, foreign, on_main, relayout, store, universal
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, FileEntry, parse_manifest, seal
-from ds_pretrain.checkpoint.places import Places, wrong_file
+from ds_pretrain.checkpoint import foreign, relayout, universal
+from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, FileEntry, parse_manifest, seal
 from ds_pretrain.checkpoint.retention import prune
+from ds_pretrain.checkpoint.storage import Places, wrong_file
 from ds_pretrain.checkpoint.universal_layout import (
     Group,
     UniversalManifest,
@@ -28,11 +29,13 @@ from ds_pretrain.checkpoint.universal_layout import (
     parse_universal,
     workspace_of,
 )
-from ds_pretrain.errors import InputError, RunError
-from ds_pretrain.files import checksum
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World
-from tests.checkpoint.test_store import MANIFEST as SAVED
+from ds_pretrain.core import on_main
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError, RunError
+from ds_pretrain.core.files import checksum
+from ds_pretrain.core.state import RunState
+from ds_pretrain.engine import partitions
+from tests.checkpoint.test_restore import MANIFEST as SAVED
 from tests.ranks import KILLED, run_ranks
 from tests.runs import elastic
 from tests.scenario import deepspeed_json

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.checkpoint import ship as process
 from ds_pretrain.checkpoint import shipment
-from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, published, step_name
+from ds_pretrain.checkpoint import upload as process
+from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, published, step_name
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.checkpoint.retention import is_shipped, prune
 from ds_pretrain.checkpoint.rounds import Rounds
-from ds_pretrain.checkpoint.ship import Shipper
 from ds_pretrain.checkpoint.shipment import NotAsListed, Progress, ship
 from ds_pretrain.checkpoint.unshippable import UNSHIPPABLE, awaited, hope_again, unshipped
+from ds_pretrain.checkpoint.upload import Shipper
 from ds_pretrain.checkpoint.words import UNSHIPPABLE_THERE, arrival
-from tests.checkpoint.test_ship import _files as files
-from tests.checkpoint.test_ship import _order as order
-from tests.checkpoint.test_ship import _problem as problem
-from tests.checkpoint.test_ship import _publish as publish
-from tests.checkpoint.test_ship import _until_idle as until_idle
+from tests.checkpoint.test_upload import _files as files
+from tests.checkpoint.test_upload import _order as order
+from tests.checkpoint.test_upload import _problem as problem
+from tests.checkpoint.test_upload import _publish as publish
+from tests.checkpoint.test_upload import _until_idle as until_idle
 
 NAMES = sorted(files(10))
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_pretrain.data.feed import Feed
+from ds_pretrain.config.timeline import Timeline, parse_duration
+from ds_pretrain.core.distributed import World
 from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.timeline import Timeline, parse_duration
-from ds_pretrain.world import World
 from tests.timelines import single_phase
 
 SEQ_LEN = 4

@@ -11,13 +11,13 @@ from random import Random
 
 import numpy as np
 
+from ds_pretrain.config.timeline import Segment, Timeline
+from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data import chunks as module
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import locate_samples, make_mixture
-from ds_pretrain.data.permute import derive_keys, make_key, permute
+from ds_pretrain.data.permutation import derive_keys, make_key, permute
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.state import Skip, SkipLedger
-from ds_pretrain.timeline import Segment, Timeline
 from tests.data.in_memory import source_of
 
 Drawn = tuple[str, int, int]  # source, epoch, sample

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ds_pretrain.state import RunState
+from ds_pretrain.core.state import RunState
 from tests.data.in_memory import SEQ_LEN, feed_of, sampler_of, source_of
 
 NUM_ROWS, SEQUENCES, WORLD = 5_000, 8, 2

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ds_pretrain.chunk_rule import changed_chunks, chunk_lengths, chunk_problems
+from ds_pretrain.config.chunk_rule import changed_chunks, chunk_lengths, chunk_problems
+from ds_pretrain.config.timeline import Segment, Timeline
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data import chunks as module
 from ds_pretrain.data.chunks import Chunks, Position
 from ds_pretrain.data.mixture import locate_samples
-from ds_pretrain.data.permute import permute
+from ds_pretrain.data.permutation import permute
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.errors import InputError
-from ds_pretrain.state import Skip, SkipLedger
-from ds_pretrain.timeline import Segment, Timeline
 from tests.data.in_memory import feed_of, source_of
 from tests.data.slow_order import Case, Phase, Walk, cases, timeline
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.documents import read_documents
 from ds_pretrain.data.inputs import DocumentMode, find_inputs
-from ds_pretrain.errors import InputError
 
 ROWS = [{"text": f"row {n}", "other": n} for n in range(1200)]
 TEXTS = [str(row["text"]) for row in ROWS]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.indexed import HEADER_BYTES, open_source
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.errors import InputError
 
 MEGATRON = Path(__file__).parent / "megatron"
 EXPECTED = json.loads((MEGATRON / "expected.json").read_text())

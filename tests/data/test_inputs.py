@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import inputs as module
 from ds_pretrain.data.documents import read_documents
 from ds_pretrain.data.inputs import Input, find_inputs, identity
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.errors import InputError
 from tests.data.test_documents import ROWS, TEXTS, write_rows
 
 

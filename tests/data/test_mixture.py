@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import mixture as module
 from ds_pretrain.data.mixture import BLOCK_DRAWS, locate_samples, make_mixture
-from ds_pretrain.data.permute import make_key
-from ds_pretrain.errors import InputError
+from ds_pretrain.data.permutation import make_key
 
 WEIGHTS = {"web": 0.85, "code": 0.1, "math": 0.05}
 

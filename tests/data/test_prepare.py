@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_pretrain import cli
+from ds_pretrain.commands import cli
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, InputError, Preempted
 from ds_pretrain.data import encode
 from ds_pretrain.data import prepare as prepare_module
 from ds_pretrain.data.indexed import open_source
+from ds_pretrain.data.inspect import check_source, describe_source
 from ds_pretrain.data.interrupt import interruptible
 from ds_pretrain.data.prepare import Summary, prepare
-from ds_pretrain.data.sources import check_source, describe_source
 from ds_pretrain.data.tokenizer import load_tokenizer
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, InputError, Preempted
 
 ENDS = ("bin", "idx", "json")
 
@@ -509,7 +509,7 @@ def test_work_is_synced_by_time_too(rows: Path, tmp_path: Path, monkeypatch: pyt
 
 ENDLESS = """
 import sys, time
-from ds_pretrain import cli
+from ds_pretrain.commands import cli
 from ds_pretrain.data import encode, prepare
 encode._BATCH_CHARACTERS = 5_000
 encoded = prepare.encode_in_order

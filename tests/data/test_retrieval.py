@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.retrieval import DEPTHS, NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
-from ds_pretrain.data.validation import make_validation_set
-from ds_pretrain.record import IGNORED
-from ds_pretrain.world import World
+from ds_pretrain.data.validation_set import make_validation_set
 
 SEQ_LEN, KEY, NEEDLE = 256, 8, 12
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data import mixture
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.state import Skip, SkipLedger
 from tests.data.in_memory import sampler_of, source_of
 from tests.data.slow_order import Phase, timeline
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import tokenizer as module
 from ds_pretrain.data.indexed import TokenSource, open_source
 from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, tokenizer_of
 from ds_pretrain.data.training import train_tokenizer
 from ds_pretrain.data.writer import IndexedWriter
-from ds_pretrain.errors import InputError
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☃ 𝄞", "<|endoftext|> is text here", ""]
 

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds_pretrain.core.state import Skip, SkipLedger
+from ds_pretrain.core.text import counted_epochs
 from ds_pretrain.data import chunks as module
+from ds_pretrain.data.filtered import view
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import make_sampler
@@ -19,9 +22,6 @@ from ds_pretrain.data.usage import (
     usage_lines,
     usage_problems,
 )
-from ds_pretrain.data.views import view
-from ds_pretrain.reading import counted_epochs
-from ds_pretrain.state import Skip, SkipLedger
 from tests.data.in_memory import SEQ_LEN, source_of
 from tests.data.slow_order import Phase, cases, timeline
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.writer import IndexedWriter, dtype_for, partial_folder
-from ds_pretrain.errors import InputError
 
 MEGATRON = Path(__file__).parent / "megatron"
 DOCUMENTS = [np.array([1, 2, 9]), np.array([3, 9]), np.array([4, 5, 6, 7, 9])]

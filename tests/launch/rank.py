@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from ds_pretrain.errors import EXIT_PREEMPTED
-from ds_pretrain.rank_files import record_exit, record_rank, stop_file
+from ds_pretrain.core.errors import EXIT_PREEMPTED
+from ds_pretrain.core.run_files import record_exit, record_rank, stop_file
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def sum_of_ranks() -> float:
     import deepspeed
     import torch
 
-    from ds_pretrain.engine_start import quiet_deepspeed
+    from ds_pretrain.engine.start import quiet_deepspeed
 
     quiet_deepspeed()  # or it compiles a collective, and waits for whoever was killed while compiling
     deepspeed.init_distributed("gloo")

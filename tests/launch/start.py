@@ -5,9 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
-from ds_pretrain.errors import RunError
+from ds_pretrain.core.errors import RunError
 from ds_pretrain.launch.command import Command, compose
-from ds_pretrain.launch.hosts import Host
+from ds_pretrain.launch.hostfile import Host
 from ds_pretrain.launch.run import run
 
 # As in a terminal, whatever started the tests: a job in the background is born with some of them ignored.

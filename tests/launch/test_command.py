@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from deepspeed.launcher.runner import parse_args
 
-from ds_pretrain.errors import InputError
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.launch import command as command_module
 from ds_pretrain.launch.command import Command, compose, count_gpus, free_port
-from ds_pretrain.launch.hosts import Host
+from ds_pretrain.launch.hostfile import Host
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
 CPU = {"PATH": PATH, "DS_ACCELERATOR": "cpu", "HOME": "/nonexistent"}

@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NO_PROGRESS, EXIT_PREEMPTED, InputError
-from ds_pretrain.launch.command import Command
-from ds_pretrain.launch.hosts import Host
-from ds_pretrain.launch.ranks import alive_ranks, end_ranks
-from ds_pretrain.launch.run import past_hosts, run
-from ds_pretrain.rank_files import (
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NO_PROGRESS, EXIT_PREEMPTED, InputError
+from ds_pretrain.core.run_files import (
     RankRecord,
     process_start_time,
     read_ranks,
@@ -27,6 +23,10 @@ from ds_pretrain.rank_files import (
     record_rank,
     stop_file,
 )
+from ds_pretrain.launch.command import Command
+from ds_pretrain.launch.hostfile import Host
+from ds_pretrain.launch.processes import alive_ranks, end_ranks
+from ds_pretrain.launch.run import past_hosts, run
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = (sys.executable, "-m", "tests.launch.rank")

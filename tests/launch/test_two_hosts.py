@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NO_PROGRESS, EXIT_PREEMPTED
-from ds_pretrain.rank_files import read_ranks
-from tests.launch.test_shipping import HARD
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NO_PROGRESS, EXIT_PREEMPTED
+from ds_pretrain.core.run_files import read_ranks
+from tests.launch.test_environment import HARD
 from tests.two_hosts import NAMES, TwoHosts, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.errors import InputError
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.models.build import build_model, model_config, rehearse_build
 from tests.models import tiny
 

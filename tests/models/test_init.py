@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_pretrain.models.groups import owned_parameters, parameter_groups, whole_shape
+from ds_pretrain.core.distributed import World
 from ds_pretrain.models.init import UninitializedWeightsError, kind_of
-from ds_pretrain.world import World
+from ds_pretrain.models.param_groups import owned_parameters, parameter_groups, whole_shape
 from tests.models import tiny
 from tests.ranks import run_ranks
 

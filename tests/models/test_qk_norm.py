@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ds_pretrain.errors import InputError
-from ds_pretrain.models.check import QK_NORM_ADDABLE, QK_NORM_BY_KEY, QK_NORM_NATIVE
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.models.config_check import QK_NORM_ADDABLE, QK_NORM_BY_KEY, QK_NORM_NATIVE
 from ds_pretrain.models.qk_norm import has_qk_norm
-from ds_pretrain.world import World
 from tests.models import tiny
 from tests.ranks import run_ranks
 

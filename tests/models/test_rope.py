@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_pretrain.core.distributed import World
 from ds_pretrain.models.rope import restore_rotary
-from ds_pretrain.world import World
 from tests.models import tiny
 from tests.ranks import run_ranks
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from ds_pretrain.config import RopeSection
-from ds_pretrain.errors import InputError
+from ds_pretrain.config.schema import RopeSection
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.models import rope_live
 from ds_pretrain.models.rope_change import LEAST_THETA, MOST_FACTOR, MOST_THETA
 from ds_pretrain.models.rope_check import TOLERANCE, RopeCheck, check_rope
+from ds_pretrain.models.rope_config import with_rope
 from ds_pretrain.models.rope_live import apply_rope, rehearse_rope
 from ds_pretrain.models.rope_reference import reference_frequencies, reference_scale
-from ds_pretrain.models.rope_settings import with_rope
 from tests.models import tiny
 
 FAR = 262_144

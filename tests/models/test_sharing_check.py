@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.cli import main
-from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import find_problems, open_inputs, summary
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.training.preflight import find_problems, open_inputs, summary
 from tests.scenario import LLAMA, deepspeed_json, make_run
 
 LESS = "take another sequence_parallel_size, or delete it"

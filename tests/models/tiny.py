@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_pretrain.core.distributed import World
 from ds_pretrain.models.build import BuiltModel, build_model
 from ds_pretrain.models.rope import SUFFIX
-from ds_pretrain.world import World
 
 ROTARY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ds_pretrain.config.timeline import parse_duration
+from ds_pretrain.core.distributed import World
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener, points
-from ds_pretrain.timeline import parse_duration
-from ds_pretrain.world import World
 from tests.monitor.wandb_files import offline_runs
 from tests.ranks import run_ranks
 from tests.timelines import single_phase

@@ -15,18 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from ds_pretrain import opening, partitions
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import convert, store
-from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.errors import Preempted
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.sampler import Sampler
-from ds_pretrain.errors import Preempted
-from ds_pretrain.plan import load_plan
-from ds_pretrain.resuming import Wish
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.saving import Saver
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World, gather_objects
+from ds_pretrain.engine import partitions
+from ds_pretrain.training import setup as opening
+from ds_pretrain.training.resume import Wish
+from ds_pretrain.training.saver import Saver
 from tests.checkpoint.saving import save_now
 from tests.runs.golden import trace
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain import cure, healing
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint.layout import DOOMED, published, step_of
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.data.feed import Batch, Feed
-from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import SkipLedger
-from ds_pretrain.world import World, barrier
+from ds_pretrain.checkpoint.manifest import DOOMED, published, step_of
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World, barrier
+from ds_pretrain.core.state import SkipLedger
+from ds_pretrain.data.loader import Batch, Feed
+from ds_pretrain.engine.engine import ZeroEngine
+from ds_pretrain.training import rollback as healing
+from ds_pretrain.watchdog import rollback_log as cure
 from tests.runs.golden import run_rank
 from tests.scenario import LLAMA, make_run
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.rank_files import stop_file
-from ds_pretrain.world import World
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.run_files import stop_file
 
 
 @dataclass(frozen=True)

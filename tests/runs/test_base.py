@@ -12,19 +12,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_pretrain.cli import main
-from ds_pretrain.curriculum import open_sampler
-from ds_pretrain.data.feed import Feed
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
+from ds_pretrain.core.state import RunState
+from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.engine_start import initialize_distributed
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED
-from ds_pretrain.models.groups import owned_parameters
+from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.models.param_groups import owned_parameters
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import open_inputs
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World
+from ds_pretrain.training.curriculum import open_sampler
+from ds_pretrain.training.preflight import open_inputs
+from ds_pretrain.training.setup import open_run_engine
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.starts import Ended, start

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import branch
-from ds_pretrain.cli import main
-from ds_pretrain.errors import EXIT_FINISHED
-from ds_pretrain.plan import load_plan
-from ds_pretrain.world import World
+from ds_pretrain.commands import branch
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_FINISHED
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace, validations
 from tests.runs.starts import start

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.rank_files import read_exit, read_ranks
+from ds_pretrain.core.run_files import read_exit, read_ranks
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.scenario import make_run

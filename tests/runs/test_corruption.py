@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import MANIFEST, FileEntry, parse_manifest
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.errors import EXIT_BAD_INPUT, RunError
-from ds_pretrain.world import World, barrier
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.core.distributed import World, barrier
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, RunError
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import start

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import owner, parse_manifest
-from ds_pretrain.checkpoint.places import Places
-from ds_pretrain.errors import EXIT_FINISHED
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import owner, parse_manifest
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World, barrier
+from ds_pretrain.core.errors import EXIT_FINISHED
+from ds_pretrain.core.state import RunState
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.opening import open_run_engine
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import RunState
-from ds_pretrain.world import World, barrier
+from ds_pretrain.training.setup import open_run_engine
 from tests.checkpoint.saving import save_now
-from tests.checkpoint.test_layout import MANIFEST
-from tests.distributed.small import step_on, uneven_batch
+from tests.checkpoint.test_manifest import MANIFEST
+from tests.engine.small import step_on, uneven_batch
 from tests.ranks import run_ranks
 from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.cli import main
-from ds_pretrain.cure import read_cure
-from ds_pretrain.curriculum import model_text
+from ds_pretrain.commands.cli import main
+from ds_pretrain.commands.sample import trained_model
+from ds_pretrain.config.plan import load_plan
 from ds_pretrain.models import rope_live
-from ds_pretrain.plan import load_plan
-from ds_pretrain.sample import trained_model
+from ds_pretrain.training.curriculum import model_text
+from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
 from tests.runs.golden import resumed_at, run_rank, run_until, trace, validations

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_pretrain import opening
 from ds_pretrain.checkpoint import foreign, universal
 from ds_pretrain.checkpoint.rng import derive_streams
-from ds_pretrain.plan import load_plan
-from ds_pretrain.world import World
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.training import setup as opening
 from tests.ranks import run_ranks
 from tests.runs.elastic import (
     Outcome,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.errors import EXIT_FINISHED
-from ds_pretrain.files import free_bytes
+from ds_pretrain.core.distributed import World, barrier
+from ds_pretrain.core.errors import EXIT_FINISHED
+from ds_pretrain.core.files import free_bytes
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.saving import Saver
-from ds_pretrain.world import World, barrier
+from ds_pretrain.training.saver import Saver
 from tests.ranks import run_ranks
 from tests.runs.chaos import at_write_points, look
 from tests.runs.golden import trace

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.checkpoint.layout import step_of
+from ds_pretrain.checkpoint.manifest import step_of
 from ds_pretrain.checkpoint.recovery import recover
-from ds_pretrain.world import World
+from ds_pretrain.core.distributed import World
 from tests.checkpoint import killed_shipping
 from tests.ranks import KILLED, run_ranks
 from tests.runs.chaos import SHIPPING_MODULES, Kill, Left, arm, look, lost, run_killed, write_points
@@ -59,7 +59,7 @@ MOMENTS = [Kill(place % 2, seconds=SEEDED.uniform(0.2, 1.6), step_sleeps=0.2) fo
 
 
 def test_every_write_point_of_the_source_is_killed_at() -> None:
-    """Here; in the process that ships, tests/checkpoint/test_ship.py kills at each in turn."""
+    """Here; in the process that ships, tests/checkpoint/test_upload.py kills at each in turn."""
     kills = [*WRITES, *PUBLISHING, *PRUNING, *CONVERTING, *SAVED_AGAIN, *FETCHING]
     there = Path(killed_shipping.__file__).read_text()
     assert all(f"{module.rpartition('.')[2]}.write_point = " in there for module in SHIPPING_MODULES)

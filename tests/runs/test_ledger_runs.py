@@ -10,15 +10,15 @@ from zlib import crc32
 
 import numpy as np
 
-from ds_pretrain.checkpoint.layout import MANIFEST, RUN_STATE, parse_manifest, published, step_name
-from ds_pretrain.cli import main
-from ds_pretrain.cure import read_cure
-from ds_pretrain.data.feed import read_samples
+from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, parse_manifest, published, step_name
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.errors import EXIT_BAD_INPUT
+from ds_pretrain.core.state import RunState, SkipLedger
+from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.errors import EXIT_BAD_INPUT
-from ds_pretrain.plan import load_plan
-from ds_pretrain.preflight import open_inputs
-from ds_pretrain.state import RunState, SkipLedger
+from ds_pretrain.training.preflight import open_inputs
+from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace, validations
 from tests.runs.sick import make_sick_run

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import healing
-from ds_pretrain.attribution import Replay
-from ds_pretrain.data.feed import Feed
+from ds_pretrain.core.distributed import World
+from ds_pretrain.data.loader import Feed
 from ds_pretrain.monitor.logbook import Logbook
-from ds_pretrain.world import World
+from ds_pretrain.training import rollback as healing
+from ds_pretrain.watchdog.replay import Replay
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import make_sick_run

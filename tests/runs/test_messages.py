@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import healing, saving
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint.layout import FileEntry
-from ds_pretrain.checkpoint.places import Places, Problem, assembled
-from ds_pretrain.checkpoint.saves import publish
-from ds_pretrain.cli import main
-from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
-from ds_pretrain.world import World
-from tests.checkpoint.test_layout import MANIFEST
+from ds_pretrain.checkpoint.manifest import FileEntry
+from ds_pretrain.checkpoint.save import publish
+from ds_pretrain.checkpoint.storage import Places, Problem, assembled
+from ds_pretrain.commands.cli import main
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
+from ds_pretrain.engine.engine import ZeroEngine
+from ds_pretrain.training import rollback as healing
+from ds_pretrain.training import saver as saving
+from tests.checkpoint.test_manifest import MANIFEST
 from tests.ranks import run_ranks
 from tests.runs.sick import Fault, make_sick_run, run_sick
 from tests.runs.starts import Ended, Stop, start

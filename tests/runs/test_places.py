@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import ship as ship_module
-from ds_pretrain.checkpoint.layout import MANIFEST, parse_manifest
+from ds_pretrain.checkpoint import upload as ship_module
+from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.retention import is_shipped
-from ds_pretrain.cli import main
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import Plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.plan import Plan
-from ds_pretrain.world import World
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
@@ -380,7 +380,7 @@ def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_can_never_be
 def _with_a_failing_host(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], at: str
 ) -> Ended:
-    from ds_pretrain.checkpoint import saves
+    from ds_pretrain.checkpoint import save as saves
 
     patch = pytest.MonkeyPatch()
     failed: list[str] = []

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import opening, saving
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import snapshot, store
-from ds_pretrain.data.feed import Feed
-from ds_pretrain.errors import EXIT_FINISHED, EXIT_PREEMPTED
-from ds_pretrain.rank_files import RankRecord, read_exit, read_ranks
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.world import World
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import snapshot
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.core.run_files import RankRecord, read_exit, read_ranks
+from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.data.loader import Feed
+from ds_pretrain.training import saver as saving
+from ds_pretrain.training import setup as opening
 from tests.ranks import run_ranks
 from tests.runs.chaos import at_write_points, look
 from tests.runs.golden import trace

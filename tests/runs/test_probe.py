@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ds_pretrain.checkpoint.layout import parse_manifest
-from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.checkpoint.manifest import parse_manifest
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.engine.engine import ZeroEngine
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.world import World
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank
 from tests.runs.starts import Ended, Stop, start
@@ -60,7 +60,7 @@ def test_p16_the_probe_of_training_is_the_loss_of_the_restored_model_to_the_last
 
 
 def _restored_loss(world: World, run_file: str) -> float:
-    from ds_pretrain import probing
+    from ds_pretrain.training import probing
 
     losses: list[float] = []
     mean_loss = probing._mean_loss
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_before_there_were_probes_is_resumed(tmp_path: Path) -> 
     run_file = make_run(tmp_path, steps=5, save_every="2 steps")
     run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
     path = tmp_path / "out" / "checkpoints" / "step_000000003" / "manifest.json"
-    from ds_pretrain.checkpoint.layout import seal
+    from ds_pretrain.checkpoint.manifest import seal
 
     fields = json.loads(path.read_text())
     del fields["probe"], fields["sha256"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Stop, start

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.cure import read_cure
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_PERSON
+from ds_pretrain.core.state import RunState, Skip
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_PERSON
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.plan import load_plan
-from ds_pretrain.state import RunState, Skip
+from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.cure import read_cure
+from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import run_ranks
 from tests.runs.golden import trace, validations
 from tests.runs.sick import make_sick_run

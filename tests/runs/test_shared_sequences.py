@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.cli import main
-from ds_pretrain.errors import Preempted
+from ds_pretrain.commands.cli import main
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import Preempted
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.plan import load_plan
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.stop import StopSignal
 from ds_pretrain.train import Wish, train
-from ds_pretrain.world import World
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.sick import Fault, make_sick_run, run_sick

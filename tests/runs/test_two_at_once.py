@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import convert, foreign, snapshot, store
-from ds_pretrain.checkpoint.layout import step_name
-from ds_pretrain.checkpoint.places import Places
+from ds_pretrain.checkpoint import foreign, snapshot
+from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import step_name
 from ds_pretrain.checkpoint.retention import prune
+from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.checkpoint.universal_layout import cache_of
-from ds_pretrain.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
-from ds_pretrain.saving import Saver
-from ds_pretrain.world import World, barrier
-from tests.checkpoint import test_store
+from ds_pretrain.core.distributed import World, barrier
+from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
+from ds_pretrain.training.saver import Saver
+from tests.checkpoint import test_restore as test_store
 from tests.ranks import run_ranks
 from tests.runs import elastic
 from tests.runs.chaos import look

@@ -4,8 +4,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from ds_pretrain.errors import EXIT_PREEMPTED
-from ds_pretrain.rank_files import read_exit, read_ranks
+from ds_pretrain.core.errors import EXIT_PREEMPTED
+from ds_pretrain.core.run_files import read_exit, read_ranks
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.scenario import make_run

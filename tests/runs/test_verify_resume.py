@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import partitions
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import store
-from ds_pretrain.checkpoint.layout import published, step_of
-from ds_pretrain.cli import main
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import published, step_of
+from ds_pretrain.commands.cli import main
+from ds_pretrain.commands.verify_resume import Place, covered, first_difference, verify_resume
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.config.timeline import Segment, Timeline
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError, Preempted
+from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.sampler import Sampler
-from ds_pretrain.errors import InputError, Preempted
+from ds_pretrain.engine import partitions
 from ds_pretrain.monitor.sinks import read_metrics
-from ds_pretrain.plan import load_plan
-from ds_pretrain.resuming import Wish
-from ds_pretrain.run_lock import RunLock
-from ds_pretrain.stop import StopSignal
-from ds_pretrain.timeline import Segment, Timeline
-from ds_pretrain.verify_resume import Place, covered, first_difference, verify_resume
-from ds_pretrain.world import World
+from ds_pretrain.training.resume import Wish
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run
 

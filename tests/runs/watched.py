@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain import cure, healing
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import convert
-from ds_pretrain.data.feed import Batch, Feed
-from ds_pretrain.engine import ZeroEngine
-from ds_pretrain.state import RunState, SkipLedger
-from ds_pretrain.world import World
+from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.state import RunState, SkipLedger
+from ds_pretrain.data.loader import Batch, Feed
+from ds_pretrain.engine.engine import ZeroEngine
+from ds_pretrain.training import rollback as healing
+from ds_pretrain.watchdog import rollback_log as cure
 from tests.runs.elastic import streams_digest, tool_in_this_process
 from tests.runs.golden import run_rank
 from tests.runs.sick import UNSEEN

@@ -1,0 +1,258 @@
+"""Finds and restores checkpoints: the newest whose manifest verifies on every rank.
+
+`latest` is for people and other tools; a restore does not read it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_pretrain.checkpoint.foreign import opened
+from ds_pretrain.checkpoint.manifest import (
+    BROKEN,
+    DOOMED,
+    LEFT,
+    MANIFEST,
+    Manifest,
+    parse_manifest,
+    published,
+    step_name,
+    step_of,
+)
+from ds_pretrain.checkpoint.recovery import recover
+from ds_pretrain.checkpoint.relayout import layout_changes
+from ds_pretrain.checkpoint.retention import PINNED
+from ds_pretrain.checkpoint.rng import load_streams
+from ds_pretrain.checkpoint.storage import Places, Tell, assembled
+from ds_pretrain.checkpoint.universal import Universal, UniversalShards, prepared
+from ds_pretrain.checkpoint.universal import load as load_universal
+from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
+from ds_pretrain.checkpoint.verify import (
+    Found,
+    agreed_look,
+    broken_reason,
+    found_at_step,
+    found_in_folder,
+    rename_broken,
+)
+from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.core.state import RunState
+
+
+class Shards(UniversalShards, Protocol):
+    """What a restore needs of an engine. Collective."""
+
+    def load(self, folder: Path, tag: str) -> None: ...
+
+
+def find(
+    places: Places, world: World, tell: Tell, is_left: Callable[[RunState], bool] = lambda state: False
+) -> Found | None:
+    """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
+
+    What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
+    named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has
+    given up, is passed over; `leave` gives it up.
+
+    Raises:
+        InputError: there are checkpoints, and none verifies.
+        RunError: a disk or the remote place does not answer.
+    """
+    told = agreed_look(places.root, world, lambda: _steps_here(places, world, tell))
+    shipped = agreed_look(places.root, world, lambda: _shipped_steps(places, world))[0]
+    passed_over: list[int] = []
+    for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
+        outcome = found_at_step(places, step, world, tell)
+        if isinstance(outcome, Found):
+            if not is_left(outcome.state):
+                return outcome
+            if world.is_main:
+                tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
+            passed_over.append(step)
+            continue
+        _set_aside(places, step, outcome, world, tell)
+    if shipped or any(steps or had_broken for steps, had_broken in told):
+        raise agreed(
+            InputError(
+                f"no checkpoint in {places.root} verifies (what does not was named and set aside as "
+                f"*{BROKEN}{_but(passed_over)}); a run never silently starts again at step 0: put an intact "
+                "checkpoint back, or give the run file a new `out`"
+            )
+        )
+    return None
+
+
+def _but(passed_over: Sequence[int]) -> str:
+    """Of an error: what does verify, and is not gone on from."""
+    if not passed_over:
+        return ""
+    steps = ", ".join(f"{step:,}" for step in passed_over)
+    return (
+        f"; those of steps {steps} do, but the watchdog has gone back behind them: "
+        'after a stop watchdog.mode = "observe" goes on from there'
+    )
+
+
+def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
+    """Give up the checkpoints after `to_step`, here and at the place: the run went back.
+
+    They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
+    """
+    if places.leads(world):
+        for folder in published(places.root):
+            if (step_of(folder.name) or 0) > to_step:
+                with contextlib.suppress(OSError):
+                    folder.rename(_name_of_left(folder, tell))
+    if places.remote is not None and world.is_main:
+        try:
+            for step in places.remote.steps():
+                if step > to_step and places.remote.size(step, PINNED) is None:
+                    places.remote.remove(step, MANIFEST)
+        except OSError as error:
+            tell(f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on")
+
+
+def _name_of_left(folder: Path, tell: Tell) -> Path:
+    if not (folder / PINNED).exists():
+        return folder.with_name(f"{folder.name}{DOOMED}")
+    names = (folder.with_name(f"{folder.name}{LEFT}{number}") for number in itertools.count(1))
+    free = next(name for name in names if not name.exists())
+    tell(f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}")
+    return free
+
+
+def newest_intact(root: Path, step: int | None = None) -> Path:
+    """The newest checkpoint (or that of `step`) whose manifest verifies, read by this process alone.
+
+    Raises:
+        InputError: there is none; each that does not verify is named with its reason. Nothing is moved.
+    """
+    reasons = []
+    for folder in published(root):
+        if step is not None and step_of(folder.name) != step:
+            continue
+        reason = broken_reason(folder)
+        if reason is None:
+            return folder
+        reasons.append(f"{folder}: {reason}")
+    wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
+
+
+def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: Tell) -> Found:
+    """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
+
+    Args:
+        accept_missing: what the user allows a universal one to lack, of `foreign.MISSING`.
+
+    Raises:
+        InputError: it is none, does not verify, or lacks something that was not allowed.
+    """
+    if from_main(world, (path / MANIFEST).is_file()):
+        outcome = found_in_folder(path, world, tell)
+        if isinstance(outcome, Found):
+            return outcome
+        raise agreed(InputError(f"{path} does not verify: {outcome}; name another checkpoint"))
+    form = opened(path, accept_missing, world, tell)
+    if (path / SOURCE_MANIFEST).is_file():
+        manifest = parse_manifest((path / SOURCE_MANIFEST).read_text(encoding="utf-8"))
+    else:
+        manifest = _unknown_manifest(form)
+    return Found(path, manifest, form.state, universal=form)
+
+
+def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World, tell: Tell) -> Found:
+    """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
+
+    Before the model is built. `config` is the DeepSpeed JSON of this start.
+
+    Raises:
+        InputError: something differs that no conversion bridges.
+        RunError: the conversion failed; the checkpoint is unharmed.
+    """
+    if found.deepspeed is None:
+        return found
+    changes = layout_changes(found.deepspeed, found.manifest.world_size, config, world.size)
+    if not changes:
+        return found
+    folder = found.folder
+    if places.per_host and folder.parent == places.root:
+        outcome = assembled(places, found.manifest, found.text, world, tell)
+        if not isinstance(outcome, Path):
+            raise agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
+        folder = outcome
+    return replace(found, universal=prepared(folder, changes, world, tell))
+
+
+def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -> RunState:
+    """Load shards and this rank's random streams. Collective."""
+    if found.universal is not None:
+        return load_universal(found.universal, shards, seed, world, tell)
+    try:
+        shards.load(found.folder.parent, found.folder.name)
+    except RunError:
+        raise
+    except Exception as error:  # of DeepSpeed, on files whose sizes are right
+        raise RunError(
+            f"{found.folder} cannot be loaded ({type(error).__name__}: {error}); "
+            'checkpoint.verify = "full" finds a damaged file'
+        ) from error
+    load_streams(found.folder, world.rank)
+    return found.state
+
+
+def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bool]:
+    """The steps in this host's folder, and whether something was set aside there before; on its leader."""
+    if not places.leads(world):
+        return [], False
+    for line in recover(places.root):
+        if world.is_main:
+            tell(line)
+    steps = [step for folder in published(places.root) if (step := step_of(folder.name)) is not None]
+    return steps, any(places.root.glob(f"step_*{BROKEN}*"))
+
+
+def _shipped_steps(places: Places, world: World) -> list[int]:
+    return places.remote.steps() if places.remote is not None and world.is_main else []
+
+
+def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell) -> None:
+    """Rename what there is of a broken checkpoint, on every host. Collective."""
+    folder = places.root / step_name(step)
+    problem = aside = None
+    if places.leads(world) and folder.exists():
+        try:
+            aside = rename_broken(folder).name
+        except OSError as error:
+            problem = f"rank {world.rank}: {error}"
+    told = gather_objects(world, (aside, problem))
+    for _, problem in told:
+        if problem is not None:
+            raise agreed(RunError(problem))
+    names = [name for name, _ in told if name is not None]
+    done = f"set aside as {names[0]}" if names else "nothing of it is here"
+    if world.is_main:
+        tell(f"checkpoint {folder} is broken: {reason}; {done}, trying the one before it")
+
+
+def _unknown_manifest(form: Universal) -> Manifest:
+    """What is known of a checkpoint that something else wrote: where it stands, and no run of ours."""
+    world_size, stage = (form.manifest.world_size, form.manifest.zero_stage) if form.manifest else (0, 0)
+    return Manifest(
+        step=form.state.step,
+        tokens=0,
+        samples=0,
+        world_size=world_size,
+        zero_stage=stage,
+        versions={},
+        created="",
+        attempt=0,
+        wandb_id=None,
+        overrides=(),
+        identity={},
+        files={},
+    )

@@ -1,0 +1,263 @@
+"""Saves, one at a time: snapshot now, write behind, publish once every rank's files are on disk.
+
+A save goes to a folder with another name. When all ranks have written and synced, rank 0 writes the
+manifest, renames the folder and replaces `latest`, on a thread too; so does the leader of each host where
+every host has a folder of its own. Whatever dies in between leaves the checkpoint before intact. Ranks agree
+on how far a save is through one number each, which rides in the row of a step.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+from ds_pretrain.checkpoint.behind import Job, Stage
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    PARTIAL,
+    REPLACED,
+    RUN_STATE,
+    FileEntry,
+    Manifest,
+    step_name,
+)
+from ds_pretrain.checkpoint.rng import RNG, rng_bytes, rng_file
+from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows
+from ds_pretrain.core.errors import RunError
+from ds_pretrain.core.files import Capture, free_bytes, sync_folder, write_atomic, write_point
+from ds_pretrain.core.metrics import Probe
+from ds_pretrain.core.state import RunState
+
+_PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
+
+
+class Saveable(Protocol):
+    """What a save needs of an engine. Collective."""
+
+    def save(self, folder: Path, tag: str, capture: Capture) -> Exception | None:
+        """Hand this rank's files to `capture`, and call what that returns before the next update or load.
+
+        Why it could not, once every rank is through.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended. `problem` says why it was not published; the same on every rank."""
+
+    step: int
+    problem: str | None
+    bytes: int
+    stall_seconds: float  # that training stood still, on the slowest rank
+    total_seconds: float
+
+
+@dataclass
+class _InFlight:
+    step: int
+    manifest: Manifest
+    began: float
+    stall_seconds: float
+    snapshot: Snapshot
+    job: Job[dict[Path, FileEntry]]
+    here: Mapping[str, FileEntry] | None = None  # the files in this host's folder, once all are written
+    publishing: Job[None] | None = None  # on a leader
+
+
+class Saves:
+    """The saves of one run on one rank. Methods marked collective must be called by all ranks together."""
+
+    def __init__(
+        self, places: Places, world: World, published: Callable[[int], None], expected_bytes: int = 0
+    ) -> None:
+        """`published` runs on a thread of each leader once a checkpoint is published on all hosts."""
+        self._places, self._world, self._published = places, world, published
+        self._leads, self._root = places.leads(world), places.root
+        self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
+        self._buffers: Buffers = {}
+        self._save: _InFlight | None = None
+        self._after: Job[None] | None = None  # what follows the last publication, on a leader
+
+    @property
+    def stage(self) -> int:
+        """This rank's part of the save under way; 0 if there is none. For the row of a step."""
+        if self._save is None:
+            return 0
+        if self._save.here is not None:
+            return int(self._save.publishing.stage if self._save.publishing else Stage.DONE)
+        return int(self._save.job.stage)
+
+    def begin(
+        self, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable
+    ) -> Outcome | None:
+        """Snapshot `state` and start to write it; how the save ended, if it could not begin. Collective."""
+        assert self._save is None, "one save at a time: `finish` the one before"
+        self._wait_after()
+        began = perf_counter()
+        manifest = from_main(self._world, manifest)  # one text on all hosts
+        name = step_name(state.step)
+        unfinished = self._root / f"{name}{PARTIAL}"
+        refused = gather_objects(self._world, self._started(unfinished))
+        problem = next((p for p in refused if p is not None), None)
+        snapshot = Snapshot(self._buffers)
+        if problem is None:
+            problem = self._own(engine.save(self._root, unfinished.name, snapshot.capture))
+            snapshot.add(rng_bytes(), unfinished / rng_file(self._world.rank))
+            if self._world.is_main:
+                for file, text in {**texts, RUN_STATE: state.to_json()}.items():
+                    snapshot.add(text.encode(), unfinished / file)
+            snapshot.settle()
+        stall = perf_counter() - began
+        problems = gather_objects(self._world, (problem, stall))
+        if any(p for p, _ in problems):
+            snapshot.abandon()
+            return self._failed(state.step, [p for p, _ in problems if p], max(s for _, s in problems), began)
+        job = Job(snapshot.write, "snapshot")
+        self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), snapshot, job)
+        return None
+
+    @property
+    def is_under_way(self) -> bool:
+        """The same on every rank."""
+        return self._save is not None
+
+    def probed(self, step: int, probe: Probe) -> None:
+        """Take the probe of the weights after `step` finished steps, if it is they that are being saved."""
+        if self._save is not None and self._save.step == step and self._save.here is None:
+            self._save.manifest = replace(self._save.manifest, probe=probe)
+
+    def advance(self, stages: Sequence[int]) -> Outcome | None:
+        """Take the save as far as every rank's `stage` allows; how it ended, if it did. Collective."""
+        save = self._save
+        if save is None or any(stage == Stage.RUNNING for stage in stages):
+            return None
+        if save.here is not None:
+            return self._ended(save)
+        problem = self._own(save.job.error)
+        entries = {} if problem else save.job.result()
+        leader = self._places.leader(self._world)
+        mine = (leader, _by_name(entries, self._folder(save)))
+        told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
+        save.stall_seconds += max(waited for _, waited, _ in told)
+        if any(p for p, _, _ in told):
+            self._save = None
+            return self._failed(save.step, [p for p, _, _ in told if p], save.stall_seconds, save.began)
+        save.here = {name: e for _, _, (of, own) in told if of == leader for name, e in own.items()}
+        everything = (item for _, _, (_, own) in told for item in own.items())
+        save.manifest = replace(save.manifest, files=dict(sorted(everything)))
+        if self._leads:
+            save.publishing = Job(partial(publish, self._root, save.manifest, save.here), "publish")
+        return None
+
+    def finish(self) -> Outcome | None:
+        """Wait until the save under way is published or has failed. Collective."""
+        outcome = None
+        while self._save is not None and outcome is None:
+            (self._save.publishing or self._save.job).wait(_PATIENCE_SECONDS)
+            outcome = self.advance([int(s) for s in gather_rows(self._world, [self.stage])[:, 0]])
+        self._wait_after()
+        return outcome
+
+    def _started(self, unfinished: Path) -> str | None:
+        """Why there can be no save, on a leader."""
+        if self._leads:
+            try:
+                _start_partial(unfinished, self._expected_bytes)
+            except (OSError, RunError) as error:
+                return str(error)
+        return None
+
+    def _ended(self, save: _InFlight) -> Outcome:
+        error = save.publishing.error if save.publishing else None
+        problems = [p for p in gather_objects(self._world, self._own(error)) if p is not None]
+        self._save = None
+        if problems:
+            if self._leads:
+                withdraw(self._root, save.manifest)
+            return self._failed(save.step, problems, save.stall_seconds, save.began)
+        total = perf_counter() - save.began
+        if self._leads:
+            self._after = Job(partial(self._published, save.step), "after a save")
+        assert save.here is not None
+        self._expected_bytes = sum(entry.bytes for entry in save.here.values())
+        return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
+
+    def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
+        if self._leads:
+            shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
+        told = "; ".join(dict.fromkeys(problems))
+        return Outcome(step, told, 0, stall_seconds, perf_counter() - began)
+
+    def _wait_after(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+            self._after = None
+
+    def _own(self, problem: object) -> str | None:
+        return None if problem is None else f"rank {self._world.rank}: {problem}"
+
+    def _folder(self, save: _InFlight) -> Path:
+        return self._root / f"{step_name(save.step)}{PARTIAL}"
+
+
+def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
+    """Make the written folder of a save a checkpoint: manifest, rename, `latest`, each all or nothing.
+
+    `here` are the files of the manifest that this folder holds.
+    """
+    name = step_name(manifest.step)
+    unfinished, final = root / f"{name}{PARTIAL}", root / name
+    for folder in {(unfinished / file).parent for file in here}:
+        sync_folder(folder)
+    for file, entry in here.items():  # other hosts may have written elsewhere
+        if (unfinished / file).stat().st_size != entry.bytes:
+            raise OSError(f"{file} has another size here than where it was written")
+    write_point("manifest")
+    write_atomic(unfinished / MANIFEST, manifest.to_json())
+    if final.exists():  # the same step again, after older weights were restored
+        write_point("set the old one aside")
+        replaced = root / f"{name}{REPLACED}"
+        if replaced.exists():  # of a save of this step that was killed
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+    write_point("rename")
+    unfinished.rename(final)
+    write_point("sync the folder")
+    sync_folder(root)
+    write_point("latest")
+    with contextlib.suppress(OSError):  # for people and other tools: no restore reads it
+        write_atomic(root / "latest", f"{name}\n")
+
+
+def withdraw(root: Path, manifest: Manifest) -> None:
+    """Take back a publication that another host could not make; what it replaced has its name again."""
+    final = root / step_name(manifest.step)
+    replaced = root / f"{final.name}{REPLACED}"
+    with contextlib.suppress(OSError):
+        if (final / MANIFEST).is_file() and (final / MANIFEST).read_text() == manifest.to_json():
+            final.rename(root / f"{final.name}{PARTIAL}")
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+
+
+def _start_partial(unfinished: Path, expected_bytes: int) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
+    free = free_bytes(unfinished.parent)
+    if free < expected_bytes:
+        raise RunError(
+            f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {expected_bytes:,}"
+        )
+    (unfinished / RNG).mkdir(parents=True)
+
+
+def _by_name(entries: Mapping[Path, FileEntry], folder: Path) -> dict[str, FileEntry]:
+    return {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()}

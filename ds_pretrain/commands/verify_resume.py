@@ -1,0 +1,275 @@
+"""`ds-pretrain verify-resume`: proof on one's own cluster and configuration that a resume changes nothing.
+
+The first launch trains 2K steps, from the beginning or from a checkpoint of the run, and saves after K and
+after 2K. What it saved after step K (at 2K, and where a phase ends in between) is put aside, the second
+launch, the same command, resumes after K and trains to 2K, and what both made of these K steps is compared:
+samples, losses and norms from metrics.jsonl, every tensor and random stream from the checkpoints.
+
+    OUT.verify-resume/
+        verify-resume.lock              says whose folder this is, and holds it while the command runs
+        run/                            a run directory like any other; the resumed run ends here
+        straight/step_000000006/        what the uninterrupted run saved
+"""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.checkpoint.inventory import chosen
+from ds_pretrain.checkpoint.manifest import step_name, step_of
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.config.timeline import Timeline
+from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
+from ds_pretrain.core.text import counted, shown
+from ds_pretrain.monitor.sinks import read_metrics
+
+Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
+
+_LOCK = "verify-resume.lock"
+_KEEP_ALL = 1_000_000
+# What a step must repeat, the cause before its effects: data, then rates, then what was computed of them.
+_REPEATED = {
+    "batch_checksum": "its samples differ (batch_checksum)",
+    "samples": "it stands at another sample",
+    "num_valid_tokens": "its number of valid tokens differs",
+    "learning_rate": "its learning rate differs",
+    "loss": "its loss differs",
+    "z_loss": "its z-loss differs",
+    "grad_norm": "its gradient norm differs",
+    "update_applied": "its update was applied in one of them only",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of one proof."""
+
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    def saved(self, step: int) -> Path:
+        """A checkpoint of the run."""
+        return self.out / "checkpoints" / step_name(step)
+
+    def straight(self, step: int) -> Path:
+        """What the uninterrupted run saved, under its own name: that is part of what a manifest proves."""
+        return self.folder / "straight" / step_name(step)
+
+
+def verify_resume(
+    run_file: str, overrides: Sequence[str], steps: int, start: Start, begin: int | None = None
+) -> int:
+    """Train 2 x `steps` steps, again from the middle, and compare; 0 if bitwise equal, 1 if not.
+
+    Args:
+        start: launches the run file with overrides and flags, as `ds-pretrain train` does.
+        begin: from the run's checkpoint of this step instead of from the beginning.
+
+    Raises:
+        InputError: the run has too few steps or no such checkpoint, or the folder for it is somebody else's.
+    """
+    plan = load_plan(run_file, overrides)
+    _check_steps(plan, steps, begin)
+    origin = None if begin is None else chosen(plan.out / "checkpoints", begin).absolute()
+    place = Place(plan.out.with_name(f"{plan.out.name}.verify-resume"))
+    middle, last = (begin or 0) + steps, (begin or 0) + 2 * steps
+    launch = partial(start, [*overrides, *_own_overrides(place, middle, origin)], ["--stop-after", str(last)])
+    with _held(place.folder):
+        if (code := _launched(launch, place, "first", (middle, last))) is not None:
+            return code
+        _put_aside(place, middle)
+        if (code := _launched(launch, place, "second", (last,))) is not None:
+            return code
+        if not _went_on_at(place, middle):
+            return EXIT_FAILED
+        equal = _compared(place, middle, last)
+    if not equal:
+        print(f"kept for a closer look: {place.folder}")
+        return EXIT_FAILED
+    for line in covered(plan.timeline, middle, last):
+        print(line)
+    shutil.rmtree(place.folder)
+    return EXIT_FINISHED
+
+
+def covered(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
+    """Which steps were proven after a resume at `middle`, and what of the run was not."""
+    here, elsewhere = [], []
+    for segment in timeline.segments:
+        several = sum(other.phase == segment.phase for other in timeline.segments) > 1
+        name = segment.phase + (f" ({segment.tokens_per_step:,} tokens a step)" if several else "")
+        if segment.first_step < last and segment.end_step > middle:
+            here.append(name)
+        else:
+            elsewhere.append(f"{name} from step {segment.first_step:,}")
+    steps = f"through steps {middle + 1:,} to {last:,}"
+    yield f"proved     a resume after step {middle:,}, {steps}: {', '.join(here)}"
+    if elsewhere:
+        yield (
+            f"not proved {', '.join(elsewhere)}; --from STEP begins at a checkpoint of the run: with one "
+            "from K steps before a change, the resume stands right on it"
+        )
+
+
+def first_difference(
+    straight: Mapping[int, Mapping[str, Any]], resumed: Mapping[int, Mapping[str, Any]], steps: range
+) -> str | None:
+    """The first step that differs between two starts, and in what; None if all of `steps` are the same.
+
+    Both map a step to its record in metrics.jsonl.
+    """
+    for step in steps:
+        here, there = straight.get(step), resumed.get(step)
+        if here is None or there is None:
+            which = "uninterrupted" if here is None else "resumed"
+            return f"step {step:,}: the {which} run has no record of it in metrics.jsonl"
+        for field, words in _REPEATED.items():
+            if repr(here.get(field)) != repr(there.get(field)):  # NaN is like NaN
+                values = f"{shown(here.get(field))} uninterrupted, {shown(there.get(field))} resumed"
+                return f"step {step:,}: {words}: {values}"
+    return None
+
+
+def report(
+    different_step: str | None, different: Sequence[str], compared: tuple[int, int, int, int]
+) -> Iterator[str]:
+    """What to tell: the first step that differs, then tensors, streams and values; or what was proven.
+
+    `compared` counts tensors, steps, random streams and ranks.
+    """
+    if different_step is None and not different:
+        tensors, steps, streams, ranks = compared
+        yield (
+            f"bitwise equal: {counted(tensors, 'tensor')}, {counted(steps, 'step')}, "
+            f"{counted(streams, 'random stream')} on {counted(ranks, 'rank')}"
+        )
+        return
+    yield "a resumed run is not the uninterrupted one; docs/operations.md says what to look at"
+    if different_step is not None:
+        yield different_step
+    yield from different
+
+
+def _check_steps(plan: Plan, steps: int, begin: int | None) -> None:
+    if steps < 1:
+        raise InputError(f"--steps {steps}: give 1 or more")
+    if plan.last_step < (begin or 0) + 2 * steps:
+        after = "" if begin is None else f" after step {begin:,}"
+        raise InputError(
+            f"{plan.run_path}: schedule.length is {counted(plan.last_step, 'step')}, and the proof trains "
+            f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
+        )
+
+
+def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
+    """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
+    return [
+        f"out={place.out}",
+        f"checkpoint.every={middle} steps",  # the next multiple lies at or behind the last step, saved anyway
+        f"checkpoint.keep={_KEEP_ALL}",
+        "checkpoint.local=none",
+        "checkpoint.ship_to=none",
+        f"resume_from={origin or 'none'}",
+        "monitor.wandb=off",
+    ]
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """An empty folder with our mark, for this process alone; what an earlier proof left in it is deleted."""
+    lock_path = folder / _LOCK
+    if folder.exists() and not lock_path.is_file():
+        raise InputError(
+            f"{folder} exists and was not made by verify-resume, which needs a folder of that name: move it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_path.open("a")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot write there ({error.strerror}); choose another `out`") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another verify-resume of this run is at work; wait for it") from None
+        except OSError:
+            pass  # a file system without locks
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        try:
+            yield
+        except InputError:
+            if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
+                shutil.rmtree(folder)
+            raise
+
+
+def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequence[int]) -> int | None:
+    """Launch once; the exit code to end with if it did not come to its end, all of `saves` saved."""
+    print(f"verify-resume: the {which} launch", flush=True)
+    code = launch()
+    missing = [step for step in saves if not place.saved(step).is_dir()]
+    if code in (EXIT_FINISHED, EXIT_PREEMPTED) and not missing:
+        return None
+    lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
+    _tell_unproven(place, f"the {which} launch ended with code {code}{lacking}")
+    return code or EXIT_FAILED
+
+
+def _tell_unproven(place: Place, why: str) -> None:
+    print(f"verify-resume: {why}; nothing is proven")
+    print(f"kept for a closer look: {place.folder}")
+
+
+def _put_aside(place: Place, middle: int) -> None:
+    """Take away whatever a start would find, finish or go on from that was saved after `middle`."""
+    aside = place.straight(middle).parent
+    aside.mkdir()
+    for folder in list(place.saved(middle).parent.iterdir()):
+        if (step_of(folder.name.partition(".")[0]) or 0) > middle:
+            folder.rename(aside / folder.name)
+
+
+def _went_on_at(place: Place, middle: int) -> bool:
+    """Whether the second launch resumed after `middle`; says so if not."""
+    path = place.out / "metrics.jsonl"
+    records = read_metrics(path) if path.is_file() else iter(())
+    begun = (r for r in records if r.get("event") in ("start", "resume") and r.get("attempt") == 2)
+    found = next(begun, {}).get("step")
+    if found != middle:
+        where = "somewhere that metrics.jsonl does not tell" if found is None else f"after step {found:,}"
+        _tell_unproven(place, f"the second launch went on {where}, expected {middle:,} (see above why)")
+    return bool(found == middle)
+
+
+def _compared(place: Place, middle: int, last: int) -> bool:
+    """Compare what both launches made of the second half, and say what was found."""
+    from ds_pretrain.checkpoint.diff import difference_lines, differences
+
+    straight, resumed = _steps_by_attempt(read_metrics(place.out / "metrics.jsonl"))
+    half = range(middle + 1, last + 1)
+    different_step = first_difference(straight, resumed, half)
+    found = differences(place.straight(last), place.saved(last))
+    lines = [] if found.same_state else list(difference_lines(found))
+    compared = (found.num_tensors, len(half), found.num_streams, found.num_ranks)
+    for line in report(different_step, lines, compared):
+        print(line)
+    return different_step is None and not lines
+
+
+def _steps_by_attempt(
+    records: Iterable[Mapping[str, Any]],
+) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
+    """The step records of the first start and of the second."""
+    steps = [record for record in records if record.get("event") == "step"]
+    first, second = ({s["step"]: s for s in steps if s["attempt"] == attempt} for attempt in (1, 2))
+    return first, second

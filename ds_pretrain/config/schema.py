@@ -1,0 +1,239 @@
+"""The run file: TOML in, a frozen tree out, with every problem in one report.
+
+The run file owns what an experiment varies (model, data, length, peak rate, batch). The DeepSpeed JSON owns
+precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
+`Plan` (plan.py) computes it.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from ds_pretrain.config.fields import (
+    BatchTokens,
+    Count,
+    FilePath,
+    Fraction01,
+    HostFolder,
+    Interval,
+    Length,
+    Name,
+    OptionalWeight,
+    Place,
+    Positive,
+    Ramp,
+    Rule,
+    Share,
+    ShareOfRun,
+    ShareOrPhase,
+    Text,
+    Triggers,
+    Weight,
+    as_tuple,
+)
+from ds_pretrain.config.paths import source_prefix
+from ds_pretrain.config.schedule import Shape
+from ds_pretrain.config.timeline import parse_duration
+
+
+class Section(BaseModel):
+    """A table of the run file: frozen, strict about types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model, and what is added to it."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    config: FilePath  # a Hugging Face config.json; that of `from` if nothing is said
+    base: Annotated[FilePath | None, Field(alias="from")] = (
+        None  # a model's folder: its weights to begin with
+    )
+    qk_norm: bool = False
+    z_loss: OptionalWeight = None
+    recompute: bool = False
+    mask_documents: bool = False  # attention stays inside a document, and positions restart with each
+    attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
+        None  # None: the best that the family has
+    )
+    decay_embeddings: bool = (
+        False  # norms, biases and embeddings have no weight decay unless this asks for it
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _config_of_base(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("from"), str) or data.get("config"):
+            return data
+        return {**data, "config": f"{data['from'].rstrip('/')}/config.json"}
+
+
+class CosineSection(Section):
+    """Warmup and cosine."""
+
+    kind: Literal["cosine"]
+    length: Length
+    peak: Positive
+    warmup: Share
+    floor: Fraction01 = 0.1
+
+
+class WsdSection(Section):
+    """Warmup, stable, decay."""
+
+    kind: Literal["wsd"]
+    length: Length
+    peak: Positive
+    warmup: Share
+    decay: ShareOrPhase  # a phase's name: from its start to the end of the run
+    shape: Shape = "1-sqrt"
+    floor: Fraction01 = 0.0
+
+
+class BatchSection(Section):
+    """The global batch, and how one rank takes it. Accumulation follows from both and the number of ranks."""
+
+    tokens: BatchTokens
+    micro_sequences: Count
+    accumulation: Count | None = None  # only to insist on a number; it is derived
+    ramp: Ramp | None = None  # sizes before `tokens` is reached
+    rate_rule: Rule = "none"  # the rate at another batch than `rate_tokens`
+    rate_tokens: BatchTokens | None = None  # the batch that schedule.peak is meant for; None: `tokens`
+
+
+class HeldOutSection(Section):
+    """A `.bin`/`.idx` pair, named by their common prefix, or a view of its longer or shorter documents."""
+
+    path: Annotated[str, AfterValidator(source_prefix)]
+    min_document_tokens: Count | None = None  # documents with fewer are left out
+    max_document_tokens: Count | None = None  # and those with more
+
+    @model_validator(mode="after")
+    def _some_length_is_both(self) -> Self:
+        least, most = self.min_document_tokens, self.max_document_tokens
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"min_document_tokens = {least:,} is more than max_document_tokens = {most:,}, and no "
+                "document is both; exchange them, or leave one out"
+            )
+        return self
+
+
+class SourceSection(HeldOutSection):
+    """What is trained on, in the order of its phases."""
+
+    max_epochs: Positive | None = None  # over the whole run; more is an error at the start
+    chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
+
+
+def _source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
+HeldOut = Annotated[dict[Name, Annotated[HeldOutSection, BeforeValidator(_source)]], Field(min_length=1)]
+
+
+class RopeSection(Section):
+    """Rotary positions from here on; what is not named stays as it is.
+
+    YaRN: Peng et al., arXiv:2309.00071. Llama 3: Llama Team, arXiv:2407.21783.
+    """
+
+    kind: Literal["default", "yarn", "llama3"] | None = None  # None: the scaling that the model has
+    theta: Positive | None = None
+    factor: Annotated[float, Field(ge=1)] | None = None
+    original_length: Count | None = None  # positions that the model was trained on before
+    low_freq_factor: Positive | None = None  # of llama3
+    high_freq_factor: Positive | None = None  # of llama3
+
+
+class PhaseSection(Section):
+    """A stretch of the run with one sequence length, one mixture and one rotary base."""
+
+    name: Name
+    seq_len: Count
+    mixture: dict[str, Weight]
+    start: Share | None = None  # the first begins with the run
+    micro_sequences: Count | None = None  # None: batch.micro_sequences
+    recompute: bool | None = None  # None: model.recompute
+    rope: RopeSection | None = None  # None: as in the phase before
+
+
+class ValidationSection(Section):
+    """Fixed batches, the same at every validation."""
+
+    every: Length
+    sources: HeldOut
+    tokens: BatchTokens  # of each source
+    retrieval: bool = False  # also hide keys in its text, and ask for them
+
+
+class CheckpointSection(Section):
+    """When and where to save, and what to keep. The first and the last step are always saved."""
+
+    every: Triggers = (parse_duration("1000 steps"),)
+    keep: Count = 3
+    keep_every: Length | None = None  # these stay for good
+    failures: Count = 3  # saves that may fail in a row before the run stops
+    local: HostFolder | None = None  # a folder of each host's own; shards then leave it by shipping only
+    ship_to: Place | None = None  # with `local`, out/checkpoints if nothing is said
+    verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
+    mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
+    stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
+
+
+class WatchdogSection(Section):
+    """What the watchdog calls usual, and how long it waits; it judges with this very object."""
+
+    window: Annotated[int, Field(ge=2, le=10_000)] = 200  # accepted values that spreads are taken over
+    loss_sigmas: Positive = 6.0  # a loss so many spreads above the expected opens a spike
+    norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
+    patience: Count = 30  # steps that a spike may take to heal
+    drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
+    drop_sigmas: Positive | None = None  # an update whose norm is so many spreads above the usual is dropped
+    non_finite: Count = 20  # steps in a row
+    respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(as_tuple)] = ("replay", "skip")
+    skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
+    skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
+    rollbacks: Count = 5  # at most, in a stretch
+    stretch: Length = parse_duration("5000 steps")
+    mode: Literal["act", "observe", "off"] = "act"
+
+
+class MonitorSection(Section):
+    """What a person sees, every how many steps; metrics.jsonl gets every step."""
+
+    every: Count = 10
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: Text = "ds_pretrain"
+
+
+class Run(Section):
+    """The whole run file."""
+
+    name: Name
+    out: FilePath
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    deepspeed: FilePath
+    accept_changes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    resume_from: FilePath | None = None  # a checkpoint to begin from where the run has none of its own
+    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(as_tuple)] = ()
+    model: ModelSection
+    schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
+    batch: BatchSection
+    sources: Sources
+    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+    validation: ValidationSection | None = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    monitor: MonitorSection = MonitorSection()

@@ -1,0 +1,295 @@
+"""How long things take, in the units people use, and where each step stands.
+
+Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments:
+stretches of steps with one sequence length and one batch; then steps, samples and tokens convert exactly.
+
+Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes
+them: a "4M" batch is 1,024 sequences of 4,096 tokens.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil, isqrt
+from typing import Literal
+
+from ds_pretrain.core.text import shown
+
+Unit = Literal["steps", "tokens", "seconds", "percent"]
+
+_UNITS: dict[str, tuple[Unit, int]] = {
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "token": ("tokens", 1),
+    "tokens": ("tokens", 1),
+    "s": ("seconds", 1),
+    "sec": ("seconds", 1),
+    "min": ("seconds", 60),
+    "h": ("seconds", 3600),
+    "%": ("percent", 1),
+}
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_NUMBER = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE]\d{1,2})?)"
+_DURATION = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMBT]?)\s*(?P<unit>steps?|tokens?|sec|s|min|h|%)\s*")
+_BATCH = re.compile(rf"\s*{_NUMBER}\s*(?P<scale>[KMG]?)(?:\s*tokens)?\s*")
+# Above these a number is a slip of the pen: no run has been a millionth as long.
+MOST: dict[Unit, int] = {"steps": 10**9, "tokens": 10**18, "seconds": 10**9, "percent": 100}
+MOST_BATCH_TOKENS = 10**12
+_EXAMPLES = '"2000 steps", "10B tokens", "15 min" or "10%"'
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An exact amount of steps, tokens, seconds or percent (of the run's length)."""
+
+    amount: Fraction
+    unit: Unit
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a wall-clock duration."""
+        assert self.unit == "seconds"
+        return float(self.amount)
+
+
+def parse_duration(text: str) -> Duration:
+    """Read a duration. Raises ValueError that says what was found and how to write it."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{shown(text)} is not a duration; write a number with its unit, like {_EXAMPLES}")
+    unit, factor = _UNITS[match["unit"]]
+    amount = _number(match["number"]) * _DECIMAL[match["scale"]] * factor
+    if unit in ("steps", "tokens") and amount.denominator != 1:
+        raise ValueError(f"{shown(text)} is not a whole number of {unit}")
+    if unit == "percent" and amount > 100:
+        raise ValueError(f"{shown(text)} is more than the whole run")
+    if amount > MOST[unit]:
+        raise ValueError(f"{shown(text)} is more than {MOST[unit]:,} {unit}; write a shorter duration")
+    return Duration(amount, unit, text.strip())
+
+
+def parse_batch_tokens(value: str | int) -> int:
+    """Tokens of a global batch: an integer, or text where K and M are binary ("4M" is 4,194,304)."""
+    match = None if isinstance(value, bool) else _BATCH.fullmatch(str(value))
+    amount = _number(match["number"]) * _BINARY[match["scale"]] if match else Fraction(0)
+    if match is None or amount.denominator != 1 or amount == 0:
+        raise ValueError(
+            f'{shown(value)} is not a batch size in tokens; write it like 524_288, "512K" or "4M"'
+        )
+    if amount > MOST_BATCH_TOKENS:
+        raise ValueError(f"{shown(value)} is more than {MOST_BATCH_TOKENS:,} tokens; write a smaller batch")
+    return int(amount)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of steps [first_step, end_step) that read alike."""
+
+    phase: str
+    first_step: int
+    end_step: int
+    seq_len: int
+    sequences: int  # per step, over all ranks
+    first_sample: int  # samples of the run read before it
+    first_token: int  # tokens of the run read before it
+    first_draw: int  # samples of the same phase read before it
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The whole run in segments, in order, without gaps."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The number of optimizer steps of the whole run."""
+        return self.segments[-1].end_step
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_before(self.last_step)
+
+    def at(self, step: int) -> Segment:
+        """The segment of the update that follows `step` finished steps."""
+        for segment in self.segments:
+            if segment.first_step <= step < segment.end_step:
+                return segment
+        raise ValueError(f"step {step} lies outside the run's {self.last_step} steps")
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the first `step` steps read."""
+        segment = self._touching(step)
+        return segment.first_sample + (step - segment.first_step) * segment.sequences
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens that the first `step` steps read."""
+        segment = self._touching(step)
+        return segment.first_token + (step - segment.first_step) * segment.tokens_per_step
+
+    def step_at(self, tokens: Fraction | int) -> int:
+        """The first step boundary at which so many tokens have been read; the last one if there is none."""
+        for segment in self.segments:
+            missing = tokens - segment.first_token
+            step = segment.first_step + _steps_of_tokens(missing, segment.tokens_per_step)
+            if step <= segment.end_step:
+                return step
+        return self.last_step
+
+    def phase_start(self, phase: str) -> int:
+        """The first step of a phase. There must be one of that name."""
+        return next(s.first_step for s in self.segments if s.phase == phase)
+
+    def seq_len_of(self, phase: str) -> int:
+        """Tokens of a sample of a phase. There must be one of that name."""
+        return next(s.seq_len for s in self.segments if s.phase == phase)
+
+    def trained_draws_before(self, step: int) -> int:
+        """Samples of the current phase that the steps before `step` trained on."""
+        segment = self.at(step)
+        return segment.first_draw + (step - segment.first_step) * segment.sequences
+
+    def trained_by_phase(self, step: int) -> dict[str, int]:
+        """Samples of each phase begun so far that the first `step` steps trained on."""
+        trained: dict[str, int] = {}
+        for segment in self.segments:
+            steps = min(step, segment.end_step) - segment.first_step
+            if steps >= 0:
+                trained[segment.phase] = segment.first_draw + steps * segment.sequences
+        return trained
+
+    def _touching(self, step: int) -> Segment:
+        return self.segments[-1] if step == self.last_step else self.at(step)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A phase as a run file gives it. Only the first may begin without a word of when."""
+
+    name: str
+    seq_len: int
+    start: Duration | None = None
+
+
+Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The steps at which stages and sizes of the batch begin, and the end of the run; nothing is checked."""
+
+    stages: tuple[int, ...]
+    batches: tuple[int, ...]
+    end: int
+
+    @property
+    def rises(self) -> bool:
+        """True if each stage and each size has steps of its own."""
+        return all(a < b for begins in (self.stages, self.batches) for a, b in pairwise([*begins, self.end]))
+
+    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Steps in which one stage meets one size, in order: stage, size, first step, end step."""
+        for stage, (begin, after) in enumerate(pairwise([*self.stages, self.end])):
+            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
+                if max(first, begin) < min(stop, after):
+                    yield stage, batch, max(first, begin), min(stop, after)
+
+
+def lay_out(stages: Sequence[Stage], sizes: Sizes, length: Duration) -> Layout:
+    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
+    begins = [0]
+    for start, _ in sizes[1:]:
+        begins.append(_reached(start, begins, sizes))
+    end = _reached(length, begins, sizes)
+    starts = [0 if stage.start is None else _reached(stage.start, begins, sizes, end) for stage in stages]
+    return Layout((0, *starts[1:]), tuple(begins), end)
+
+
+def make_timeline(stages: Sequence[Stage], batches: Sizes, length: Duration) -> Timeline:
+    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
+
+    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
+    steps. A batch must be whole sequences of each phase that it meets.
+
+    Raises:
+        ValueError: stages or batches that do not rise, or lie behind the end, or do not divide.
+    """
+    layout = lay_out(stages, batches, length)
+    if not layout.rises:
+        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
+    segments: list[Segment] = []
+    samples = tokens = 0
+    draws = [0] * len(stages)
+    for number, batch, first, stop in layout.stretches():
+        stage, (_, size) = stages[number], batches[batch]
+        sequences, rest = divmod(size, stage.seq_len)
+        if rest or not sequences:
+            raise ValueError(f"{size:,} tokens are not whole sequences of {stage.seq_len:,} ({stage.name})")
+        before = samples, tokens, draws[number]
+        segments.append(Segment(stage.name, first, stop, stage.seq_len, sequences, *before))
+        samples += (stop - first) * sequences
+        draws[number] += (stop - first) * sequences
+        tokens += (stop - first) * size
+    return Timeline(tuple(segments))
+
+
+def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
+    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
+    if duration.unit != "tokens":
+        return to_steps(duration, 1, end)
+    step = tokens = 0
+    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
+        step = first + _steps_of_tokens(duration.amount - tokens, size)
+        if stop is None or step <= stop:
+            break
+        tokens += (stop - first) * size
+    return step
+
+
+def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+    return max(0, ceil(Fraction(tokens) / tokens_per_step))
+
+
+def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
+    """A duration in whole steps; a part of a step counts as one. Percent is of the run's `of_steps`."""
+    if duration.unit == "steps":
+        return int(duration.amount)
+    if duration.unit == "tokens":
+        return ceil(duration.amount / tokens_per_step)
+    if duration.unit == "percent" and of_steps is not None:
+        return ceil(of_steps * duration.amount / 100)
+    raise ValueError(f'"{duration}" cannot be turned into steps; write steps or tokens')
+
+
+def accumulation(sequences: int, micro_sequences: int, world_size: int) -> int | None:
+    """Micro-batches per rank and step, or None if the world does not divide the batch into whole ones."""
+    count, remainder = divmod(sequences, micro_sequences * world_size)
+    return count if remainder == 0 else None
+
+
+def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
+    """Every number of ranks that splits the global batch into whole micro-batches, ascending."""
+    micro_batches, remainder = divmod(sequences, micro_sequences)
+    if remainder:
+        return []
+    small = [w for w in range(1, isqrt(micro_batches) + 1) if micro_batches % w == 0]
+    return sorted({*small, *(micro_batches // w for w in small)})
+
+
+def _number(text: str) -> Fraction:
+    try:
+        return Fraction(Decimal(text.replace("_", "").replace(",", "")))
+    except InvalidOperation:  # pragma: no cover - the pattern admits numbers only
+        raise ValueError(f"{text!r} is not a number") from None

@@ -1,0 +1,161 @@
+"""The ranks of a run as a value, and the few collectives used.
+
+`World` holds numbers only. Every collective here must be called by all ranks on the same line of code.
+With one rank and no process group each of them is the identity, so the same code runs without a launcher.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_pretrain.core.errors import RunError, agreed
+
+Shared = TypeVar("Shared")
+
+
+@dataclass(frozen=True)
+class World:
+    """Which rank this process is, of how many."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes what is written once."""
+        return self.rank == 0
+
+    def readers(self, ranks_a_sequence: int) -> "World":
+        """Who reads rows: each group of neighboring ranks that share their sequences counts as one."""
+        return World(self.rank // ranks_a_sequence, self.size // ranks_a_sequence, self.local_rank)
+
+    @staticmethod
+    def from_environment() -> "World":
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, as every launcher sets them; one rank if they are absent."""
+        return World(
+            rank=int(os.environ.get("RANK", "0")),
+            size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        )
+
+    def to_environment(self) -> None:
+        """Say the same in the variables that libraries read, where no launcher has set them."""
+        values = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank, "LOCAL_SIZE": 1}
+        for name, value in values.items():
+            os.environ.setdefault(name, str(value))
+
+
+def environment_values(wanted: Callable[[str], bool]) -> list[str]:
+    """The values of the environment variables whose names are `wanted`."""
+    return [value for name, value in os.environ.items() if wanted(name)]
+
+
+def uses_gpu() -> bool:
+    """True if the ranks compute on CUDA devices: there are some, and DS_ACCELERATOR allows them."""
+    import torch
+
+    return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
+
+
+def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
+    """One row of numbers from each rank: [num_ranks, len(row)], the same bits everywhere. Collective."""
+    local = np.asarray(row, dtype=np.float64)
+    if world.size == 1:
+        return local[None, :]
+    import torch
+    import torch.distributed as dist
+
+    device = _collective_device()
+    mine = torch.from_numpy(local).to(device)
+    rows = list(torch.empty((world.size, len(row)), dtype=torch.float64, device=device))  # W views of [K]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu().numpy()
+
+
+def gather_objects(world: World, value: Any) -> list[Any]:
+    """One picklable value from each rank, in rank order. Collective; not for every step."""
+    if world.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(world: World, value: Any) -> Any:
+    """Rank 0's value on every rank. Collective."""
+    if world.size == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=_collective_device())
+    return box[0]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What stopped a rank's work, in words that can be told."""
+
+    text: str
+    is_input: bool = False  # a person has to change something: trying again cannot help
+
+
+def gather_work(world: World, act: Callable[[], Any], poll_seconds: float = 2.0) -> list[Any]:
+    """What `act` returns on each rank, or its Failure, in rank order. Collective.
+
+    Each rank works in a thread, for as long as it takes, and all meet every `poll_seconds`: no timeout of a
+    collective strikes, and no rank that fails leaves the others waiting.
+    """
+    done: list[Any] = []
+
+    def work() -> None:
+        try:
+            done.append(act())
+        except Exception as error:  # told to every rank
+            words = str(error) or repr(error)
+            done.append(Failure(f"rank {world.rank}: {words}", isinstance(error, ValueError)))
+
+    thread = Thread(target=work, name="work")
+    thread.start()
+    while True:
+        thread.join(poll_seconds)
+        if all(gather_objects(world, bool(done))):
+            return gather_objects(world, done[0])
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here. Collective."""
+    gather_rows(world, [0.0])
+
+
+def _collective_device() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def on_main(world: World, act: Callable[[], Shared]) -> Shared:
+    """What rank 0 gets from `act`, or the error that it met, on every rank. Collective."""
+    value, error = None, None
+    if world.is_main:
+        try:
+            value = act()
+        except RunError as met:
+            error = met
+        except OSError as met:
+            error = RunError(str(met))
+    value, error = from_main(world, (value, error))
+    if error is not None:
+        raise agreed(error)
+    return cast(Shared, value)

@@ -1,0 +1,99 @@
+"""What a run's processes tell each other through its folder: who they are, when to stop, how they ended.
+
+The ranks and the command that started them share no memory and, over several hosts, no process tree, only
+`<out>`: each rank writes `ranks/rank_00000.json` when it starts, anyone may create `stop`, rank 0 writes
+`exit_code.json` as its last act.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ds_pretrain.core.files import write_atomic
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank's process. `start_time`, in clock ticks after boot, tells it from a later one with its pid."""
+
+    rank: int
+    host: str
+    pid: int
+    start_time: int
+
+
+def stop_file(out: Path) -> Path:
+    """The file whose existence asks the run in `out` to save and exit with the "preempted" code."""
+    return out / "stop"
+
+
+def save_file(out: Path) -> Path:
+    """The file whose appearance asks the run in `out` for a checkpoint now; it is then removed."""
+    return out / "save-now"
+
+
+def ranks_folder(out: Path) -> Path:
+    """Where the ranks of the run in `out` write down who they are."""
+    return out / "ranks"
+
+
+def process_start_time(pid: int) -> int | None:
+    """Start of a process of this host in clock ticks after boot; None if it is gone or a zombie.
+
+    Field 22 of /proc/<pid>/stat (https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[
+        2
+    ].split()  # the name before it may hold blanks and brackets; [0] is field 3
+    return None if fields[0] in "ZXx" else int(fields[19])
+
+
+def record_rank(out: Path, rank: int) -> Path:
+    """Write down that this process is `rank` of the run in `out`; the file written."""
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    record = RankRecord(rank=rank, host=socket.gethostname(), pid=os.getpid(), start_time=start_time)
+    ranks_folder(out).mkdir(parents=True, exist_ok=True)
+    path = ranks_folder(out) / f"rank_{rank:05d}.json"
+    write_atomic(path, json.dumps(asdict(record)) + "\n")
+    return path
+
+
+def read_ranks(out: Path) -> tuple[RankRecord, ...]:
+    """Who the ranks of the run in `out` said they are, in rank order; unusable files are left out."""
+    records = []
+    for path in sorted(ranks_folder(out).glob("rank_*.json")):
+        try:
+            raw = json.loads(path.read_text())
+            records.append(
+                RankRecord(int(raw["rank"]), str(raw["host"]), int(raw["pid"]), int(raw["start_time"]))
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def record_exit(out: Path, exit_code: int) -> None:
+    """Rank 0: write down how the run in `out` ends, because launchers do not pass every exit code on."""
+    write_atomic(out / "exit_code.json", json.dumps({"exit_code": exit_code, "time": time.time()}) + "\n")
+
+
+def read_exit(out: Path) -> int | None:
+    """The exit code that rank 0 wrote down; None if it wrote none."""
+    try:
+        return int(json.loads((out / "exit_code.json").read_text())["exit_code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forget_last_start(out: Path) -> None:
+    """Remove the stop request, the rank files and the exit code of an earlier start of the run in `out`."""
+    for path in [stop_file(out), out / "exit_code.json", *ranks_folder(out).glob("rank_*.json")]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Where a run stands, as a value: the same on every rank, and without a word of how many ranks there are."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_pretrain.core.watchdog_memory import Memory
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Draws [start, stop) of one phase that are never trained on, and why."""
+
+    phase: str
+    start: int
+    stop: int
+    cause: str
+    step: int  # the step at which it was decided
+    attempt: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a skip needs 0 <= start < stop, not [{self.start}, {self.stop})")
+
+
+@dataclass(frozen=True)
+class SkipLedger:
+    """Every skipped interval, in the order of decision. Overlaps count once."""
+
+    skips: tuple[Skip, ...] = ()
+
+    def draws(self, phase: str, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """The draws of the trained samples [first, first + count) of a phase: [count], ascending.
+
+        Trained sample n is draw n plus all that was skipped before it, so the mapping is arithmetic.
+        """
+        trained = np.arange(first, first + count, dtype=np.uint64)
+        for start, stop in self.merged(phase):
+            trained[trained >= np.uint64(start)] += np.uint64(stop - start)
+        return trained
+
+    def num_before(self, trained: Mapping[str, int]) -> int:
+        """Skipped draws before what is read next, after so many trained samples of each phase."""
+        return sum(int(self.draws(phase, count, 1)[0]) - count for phase, count in trained.items())
+
+    def with_skip(self, skip: Skip) -> "SkipLedger":
+        """A ledger that is longer by one interval."""
+        return SkipLedger((*self.skips, skip))
+
+    def merged(self, phase: str) -> list[tuple[int, int]]:
+        """The skipped draws of a phase as intervals [start, stop) that do not touch, ascending."""
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((s.start, s.stop) for s in self.skips if s.phase == phase):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return merged
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One time that the run went back to an older checkpoint, and why."""
+
+    to_step: int  # of the checkpoint
+    step: int  # at which it was decided
+    onset: int  # the step where the trouble began
+    kind: str  # of trouble
+    response: str  # "replay", "skip" or "stop"
+    attempt: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that has to be remembered; everything else is computed from it and the run file."""
+
+    step: int = 0  # finished optimizer steps
+    ledger: SkipLedger = field(default_factory=SkipLedger)
+    num_dropped: int = 0  # of the finished steps, those whose update was dropped
+    num_healthy: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
+    watchdog: Memory = field(default_factory=Memory)
+    rollbacks: tuple[Rollback, ...] = ()
+
+    @property
+    def num_updates(self) -> int:
+        """Applied updates: what the learning rate follows. A dropped update moves no schedule."""
+        return self.step - self.num_dropped
+
+    def after_step(
+        self, applied: bool = True, memory: Memory | None = None, healthy: bool = True
+    ) -> "RunState":
+        """The state after one more finished step."""
+        return replace(
+            self,
+            step=self.step + 1,
+            num_dropped=self.num_dropped + (not applied),
+            num_healthy=self.num_healthy + 1 if healthy else 0,
+            watchdog=self.watchdog if memory is None else memory,
+        )
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back as an equal value."""
+        fields = {
+            "version": _VERSION,
+            "step": self.step,
+            "skips": [vars(s) for s in self.ledger.skips],
+            "num_dropped": self.num_dropped,
+            "num_healthy": self.num_healthy,
+            "watchdog": self.watchdog.to_json(),
+            "rollbacks": [vars(r) for r in self.rollbacks],
+        }
+        return json.dumps(fields, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "RunState":
+        """Read `to_json`. Raises ValueError on a version that this code does not know."""
+        data: dict[str, Any] = json.loads(text)
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"run state of version {data.get('version')}, expected {_VERSION}: "
+                "use the ds_pretrain version that wrote it"
+            )
+        return RunState(
+            step=data["step"],
+            ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])),
+            num_dropped=data.get("num_dropped", 0),  # of before there was a watchdog
+            num_healthy=data.get("num_healthy", 0),
+            watchdog=Memory.from_json(data["watchdog"]) if "watchdog" in data else Memory(),
+            rollbacks=tuple(Rollback(**r) for r in data.get("rollbacks", ())),
+        )

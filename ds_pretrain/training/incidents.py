@@ -1,0 +1,259 @@
+"""What is told of an incident: each rank's loss, what a replay showed, how it ended.
+
+Nothing here decides anything. Every rank holds the same value of what it knows; only rank 0 reads the record
+of the run, and only its monitor writes.
+"""
+
+import platform
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from math import isfinite
+from typing import Any
+
+from ds_pretrain.config.known_bad import installed_versions, non_finite_advice
+from ds_pretrain.config.plan import Plan
+from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.metrics import StepRecord
+from ds_pretrain.core.state import Rollback, RunState
+from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.monitor.monitor import METRICS, Monitor
+from ds_pretrain.monitor.sinks import read_metrics_backwards
+from ds_pretrain.watchdog.detector import ONSET_REACH, Verdict
+from ds_pretrain.watchdog.policy import Response, is_same_place
+from ds_pretrain.watchdog.replay import Replay, Seen, conclude, passes, suspect_hosts
+from ds_pretrain.watchdog.rollback_log import read_cure
+
+RankLosses = tuple[float, ...]  # the mean loss of each rank at one step
+_FEW_NON_FINITE = 3  # so many within a window are no accident
+_LOOK_BACK = 10  # times `patience`: rollbacks older than that are not looked for any more
+_CURED = {"replay": "the replay cured it", "skip": "it was the data that are skipped now"}
+
+
+class Incidents:
+    """Follows each rollback to its outcome, and tells the monitor."""
+
+    def __init__(self, plan: Plan, monitor: Monitor, world: World, tell: Callable[[str], None]) -> None:
+        """Collective."""
+        self._plan, self._monitor, self._world, self._tell = plan, monitor, world, tell
+        self._hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
+        self._patience = plan.run.watchdog.patience
+        self._recent: deque[tuple[int, RankLosses]] = deque(maxlen=self._patience + 2 * ONSET_REACH)
+        self._replay: Replay | None = None  # on rank 0
+        self._concluded: set[int] = set()  # numbers of those whose outcome has been told
+        self._open: dict[int, Rollback] = {}  # what has been gone back for and is not passed yet, by number
+        self._said: tuple[Any, ...] = ()
+        # The last steps whose norm was no number while the loss was one.
+        self._non_finite: deque[int] = deque(maxlen=_FEW_NON_FINITE)
+        self._has_advised = False
+        self._observed: str | None = None  # the kind of trouble that mode "observe" has last told
+
+    def lacking(self, state: RunState) -> tuple[str, ...]:
+        """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
+        number = len(state.rollbacks)
+        if number > len(read_cure(self._plan.out).rollbacks):  # another run's, from which this one began
+            return ()
+        told = {event for event, incident in self._told(state) if incident == number}
+        if number not in self._open_ones(state):
+            return ()
+        return tuple(event for event in ("rollback", "suspects") if event not in told)
+
+    def _told(self, state: RunState) -> set[tuple[Any, Any]]:
+        """(event, incident) of what has been told of the rollbacks that may be open. On rank 0."""
+        told: set[tuple[Any, Any]] = set()
+        numbers = self._open_ones(state)
+        if numbers:
+            with suppress(OSError):
+                for record in read_metrics_backwards(self._plan.out / METRICS):
+                    if "incident" in record:
+                        told.add((record.get("event"), record["incident"]))
+                    if ("rollback", min(numbers)) in told:
+                        break
+        self._concluded = {incident for event, incident in told if event == "outcome"}
+        return told
+
+    def begin(self, state: RunState) -> None:
+        """Take up the rollbacks whose outcome is still to come: after one, and where a start begins."""
+        self._said = ()
+        self._recent.clear()
+        self._open = self._open_ones(state)
+        self._replay = self._read_replay(state)
+
+    def _open_ones(self, state: RunState) -> dict[int, Rollback]:
+        """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
+        ladder, patience = self._plan.ladder, self._patience
+        healthy_since = state.step - state.num_healthy
+        return {
+            number: rollback
+            for number, rollback in enumerate(state.rollbacks, start=1)
+            if rollback.response != "stop" and number not in self._concluded
+            if state.step < max(rollback.step, healthy_since) + patience  # else it was passed in health
+            if state.step < rollback.step + _LOOK_BACK * patience
+            if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
+        }
+
+    def note(self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict) -> None:
+        """Take one step; `state` is the one after it."""
+        self._recent.append((record.step, rank_losses))
+        self._say(record, verdict, state.num_healthy)
+        if self._replay is not None:
+            ranks, shared = self._world.size, self._plan.sequence_parallel_size
+            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, shared)
+            self._replay = self._replay.after(record.step, seen)
+        if state.num_healthy >= self._patience:
+            self._observed = None
+            self._close_passed(state)
+
+    def dropped(self, record: StepRecord, ids: SampleIds, num_dropped: int) -> None:
+        """An update was not applied: its samples were read and not learned from."""
+        if not self._world.is_main:
+            return
+        if record.grad_norm is None and isfinite(record.loss):
+            self._non_finite.append(record.step)
+            first = self._non_finite[0]
+            if (
+                len(self._non_finite) == _FEW_NON_FINITE
+                and not self._has_advised
+                and (record.step - first < self._plan.run.watchdog.window)
+            ):
+                self._advise(record.step)
+        self._monitor.event(
+            "dropped",
+            step=record.step,
+            num_dropped=num_dropped,
+            cause="non_finite" if record.grad_norm is None else "wild_norm",
+            grad_norm=record.grad_norm,
+            samples=ids.listed(),  # of the global batch
+        )
+
+    def _advise(self, step: int) -> None:
+        """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
+        self._has_advised = True
+        plan = self._plan
+        advice = non_finite_advice(plan.deepspeed, installed_versions(), plan.run.deepspeed)
+        self.warn(step, advice)
+
+    def warn(self, step: int, message: str) -> None:
+        """Something that a person should look at. On rank 0."""
+        self._tell(f"step {step:,}: {message}")
+        self._monitor.event("warning", step=step, message=message)
+
+    def met_again(self, onset: int, step: int) -> None:
+        """Trouble that began at `onset`: that of which rollback is it again?"""
+        for number in [n for n, r in self._open.items() if is_same_place(self._plan.ladder, r, onset)]:
+            rollback = self._open.pop(number)
+            self._conclude(number, step, came_back=True)
+            message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"
+            self._monitor.event("outcome", incident=number, step=step, outcome="came_back", message=message)
+
+    def decided(
+        self, kind: str, number: int, rollback: Rollback, verdict: Verdict, reason: str, **more: Any
+    ) -> None:
+        """A rollback or a stop: what was seen, and what is done about it."""
+        around = range(rollback.onset - ONSET_REACH, rollback.onset + ONSET_REACH + 1)
+        known = [(at, losses) for at, losses in self._recent if at in around] or list(self._recent)[-1:]
+        self._monitor.event(
+            kind,
+            incident=number,
+            step=rollback.step,
+            onset=rollback.onset,
+            trouble=rollback.kind,
+            response=rollback.response,
+            reason=reason,
+            message=verdict.message,
+            **more,
+            rank_losses={str(at): list(losses) for at, losses in known},
+            hosts=list(self._hosts),
+            **self._plan.sharing,
+        )
+
+    def observed(self, step: int, verdict: Verdict, response: Response) -> None:
+        """What would be done, if the watchdog might do it: each trouble once. On rank 0."""
+        if self._observed == verdict.kind:
+            return
+        self._observed = verdict.kind
+        what = (
+            f"{response.action}, {response.reason}"
+            if response.action != "stop"
+            else f"stop: {response.reason}"
+        )
+        self._tell(f'step {step:,}: {verdict.message}; the watchdog would {what}; watchdog.mode = "observe"')
+        self._monitor.event(
+            "observed", step=step, response=response.action, to_step=response.to_step, reason=response.reason
+        )
+
+    def suspects(self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]) -> None:
+        """The samples that the weights gone back to find strangest."""
+        self._monitor.event("suspects", incident=number, step=rollback.step, samples=list(samples))
+
+    def _say(self, record: StepRecord, verdict: Verdict, num_healthy: int) -> None:
+        """Each trouble once, and once more when it is over."""
+        again = verdict.roll_back and self._plan.run.watchdog.mode != "act"  # told every `patience` steps
+        said = (verdict.action, verdict.kind, None if again else verdict.onset)
+        if said == self._said or (verdict.kind is None and not self._said):
+            return
+        if verdict.kind is None and self._said[0] == "roll_back" and num_healthy < self._patience:
+            return
+        self._said = said if verdict.kind is not None and verdict.action != "ok" else ()
+        if verdict.kind is None:
+            return
+        self._tell(f"step {record.step:,}: {verdict.message}")
+        self._monitor.event(
+            "watchdog",
+            step=record.step,
+            action=verdict.action,
+            trouble=verdict.kind,
+            onset=verdict.onset,
+            message=verdict.message,
+        )
+
+    def _read_replay(self, state: RunState) -> Replay | None:
+        """The replay that a state stands in, with what of it was done before this start. On rank 0."""
+        number = len(state.rollbacks)
+        if not self._world.is_main or number not in self._open:
+            return None
+        rollback = state.rollbacks[-1]
+        if rollback.response != "replay":
+            return None
+        try:
+            replay, second = passes(read_metrics_backwards(self._plan.out / METRICS), number, rollback)
+        except (OSError, LookupError, TypeError) as error:
+            self._tell(f"{self._plan.out / METRICS} cannot be read, so the replay is not compared: {error}")
+            return None
+        for step in sorted(step for step in second if step <= state.step):
+            replay = replay.after(step, second[step])
+        return replay
+
+    def _close_passed(self, state: RunState) -> None:
+        """Tell the outcome of each rollback whose place has been passed in health."""
+        for number in [n for n, r in self._open.items() if state.step >= r.step + self._patience]:
+            rollback = self._open.pop(number)
+            self._conclude(number, state.step, came_back=False)
+            message = (
+                f"{self._patience} healthy steps after step {rollback.step:,}: {_CURED[rollback.response]}"
+            )
+            self._tell(f"incident {number}: {message}")
+            self._monitor.event(
+                "outcome", incident=number, step=state.step, outcome="healed", message=message
+            )
+
+    def _conclude(self, number: int, step: int, came_back: bool) -> None:
+        """Tell what a replay showed, once."""
+        self._concluded.add(number)
+        replay = self._replay
+        if replay is None or replay.incident != number:
+            return
+        self._replay = None
+        compared = conclude(replay, came_back)
+        difference = replay.difference
+        self._tell(f"incident {number}: {compared.message}")
+        self._monitor.event(
+            "compared",
+            incident=number,
+            step=step,
+            finding=compared.finding,
+            message=compared.message,
+            first_difference=difference and difference.step,
+            ranks=list(difference.ranks or ()) if difference else [],
+            hosts=list(suspect_hosts(replay)) if compared.finding == "passing_fault" else [],
+        )

@@ -1,0 +1,285 @@
+"""Everything about a start that can be found without an engine, and what to tell a person about it.
+
+No torch here: `ds-pretrain check` runs this in seconds on a login node, and each start runs it again.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ds_pretrain.checkpoint.manifest import published, step_of
+from ds_pretrain.config.deepspeed import check_deepspeed, uses_bf16, zero_stage
+from ds_pretrain.config.known_bad import bad_versions, installed_versions
+from ds_pretrain.config.plan import Plan, check_world, varies
+from ds_pretrain.config.schema import HeldOutSection
+from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.files import folder_problem
+from ds_pretrain.core.text import counted, listed
+from ds_pretrain.data.filtered import open_section
+from ds_pretrain.data.indexed import TokenSource
+from ds_pretrain.data.inspect import check_source, describe_source
+from ds_pretrain.data.mixture import make_mixture
+from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
+from ds_pretrain.engine.skip_step import drop_problems
+from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model
+from ds_pretrain.models.flops import count_parameters
+from ds_pretrain.models.masking_check import mask_warnings
+from ds_pretrain.models.rope_change import rope_value_problems
+from ds_pretrain.models.sharing_check import sharing_problems
+from ds_pretrain.monitor.rate_plot import rate_summary
+from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems
+from ds_pretrain.training.meaning import other_config_problems
+from ds_pretrain.training.record import directory_problems
+from ds_pretrain.training.standing import lost_here, newest_here, origin_here
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The opened data of a run."""
+
+    sources: Mapping[str, TokenSource]
+    validation: Mapping[str, TokenSource]
+
+    @cached_property
+    def data(self) -> dict[str, str]:
+        """What each training source holds. Runs remember these very texts: their wording never changes."""
+        return {
+            name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
+            for name, source in self.sources.items()
+        }
+
+
+def open_inputs(plan: Plan) -> Inputs:
+    """Open every source that the run file names. Raises InputError with all that cannot be opened."""
+    problems: list[str] = []
+    sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
+    validation = plan.run.validation.sources if plan.run.validation else {}
+    held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
+    if problems:
+        raise InputError(problems)
+    return Inputs(sources, held_out)
+
+
+def _place_problems(plan: Plan) -> list[str]:
+    """Folders of this host that checkpoints cannot come from or go to, as far as looking tells."""
+    problems, section = [], plan.run.checkpoint
+    if plan.run.resume_from is not None:
+        problems += _origin_problems(Path(plan.run.resume_from), plan.run_path)
+    for key, place in (("local", section.local), ("ship_to", section.ship_to)):
+        if place is not None and "://" not in place:
+            problem = folder_problem(Path(place), f"{plan.run_path}: checkpoint.{key}")
+            problems += [problem] if problem is not None else []
+    return problems
+
+
+def _origin_problems(origin: Path, run_path: str) -> list[str]:
+    if not origin.is_dir():
+        return [f"{run_path}: resume_from = {origin} is no folder; name a checkpoint's"]
+    there = [*published(origin), *published(origin / "checkpoints")]
+    if there and step_of(origin.name) is None:
+        return [
+            f"{run_path}: resume_from = {origin} holds checkpoints and is none; name one, like {there[0]}"
+        ]
+    return []
+
+
+def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_source: str) -> list[str]:
+    """All that is wrong with a start; `world_size` is None while nobody knows it."""
+    vocab_size = _vocab_size(plan)
+    problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
+    problems += rope_value_problems(plan.model, plan.run.model.config) or [
+        *model_problems(plan),
+        *sharing_problems(plan),
+    ]
+    problems += _place_problems(plan)
+    problems += _mixture_problems(plan)
+    for source, seq_len in _read_at(plan, inputs):
+        problems += check_source(source, seq_len, vocab_size) if vocab_size else []
+    problems += data_problems(plan, inputs.sources)
+    problems += _tokenizer_problems(inputs)
+    problems += _base_problems(plan, inputs)
+    problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
+    problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
+    problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
+    if world_size is not None:
+        problems += check_world(plan, world_size, world_source)
+        problems += check_deepspeed(
+            plan.deepspeed,
+            plan.run.deepspeed,
+            plan.run_path,
+            peak=plan.run.schedule.peak,
+            sequences=plan.timeline.segments[0].sequences,
+            micro_sequences=plan.micro_sequences(0),
+            accumulation=plan.run.batch.accumulation,
+            varies=varies(plan.run, plan.timeline),
+            world_size=world_size,
+        )
+    return list(dict.fromkeys(problems))
+
+
+def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
+    """The resolved run, a line a fact: first the schedule, then timeline, batch, model, data."""
+    yield from rate_summary(plan)
+    for segment in plan.timeline.segments:
+        yield (
+            f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
+            f"{counted(segment.sequences, 'sequence')} of {segment.seq_len:,} = "
+            f"{counted(segment.tokens_per_step, 'token')} a step, "
+            f"{plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
+        )
+        yield f"batch      {_batch_line(plan, segment, world_size)}"
+    together = plan.sequence_parallel_size
+    shared = f", {together} ranks share each sequence" if together > 1 else ""
+    precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
+    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
+    for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
+        yield f"warning    {warning}"
+    yield f"model      {_model_line(plan)}"
+    yield from _source_lines(plan, inputs)
+    yield from _unused_lines(plan)
+    yield from _mask_lines(plan, precision)
+    if plan.base is not None:
+        warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
+        yield from (f"warning    {warning}" for warning in warnings)
+
+
+def _open_all(
+    sections: Mapping[str, HeldOutSection], where: str, problems: list[str]
+) -> dict[str, TokenSource]:
+    opened = {}
+    for name, section in sections.items():
+        try:
+            opened[name] = open_section(section)
+        except InputError as error:
+            problems += (f"{where}.{name}: {problem}" for problem in error.problems)
+    return opened
+
+
+def _read_at(plan: Plan, inputs: Inputs) -> Iterator[tuple[TokenSource, int]]:
+    """Every source with each sequence length that it is read at."""
+    for name, source in inputs.sources.items():
+        lengths = {phase.seq_len for phase in plan.run.phases if name in phase.mixture}
+        yield from ((source, seq_len) for seq_len in sorted(lengths or {plan.run.phases[0].seq_len}))
+    lengths = {phase.seq_len for phase in plan.run.phases}
+    yield from ((source, n) for source in inputs.validation.values() for n in sorted(lengths))
+
+
+def _each(inputs: Inputs) -> list[TokenSource]:
+    return [*inputs.sources.values(), *inputs.validation.values()]
+
+
+def _vocab_size(plan: Plan) -> int | None:
+    size = plan.model.get("vocab_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def _mixture_problems(plan: Plan) -> list[str]:
+    problems: list[str] = []
+    for phase in plan.run.phases:
+        try:
+            make_mixture(phase.mixture, key=0)
+        except InputError as error:
+            problems += (f"{plan.run_path}: phases.{phase.name}: {problem}" for problem in error.problems)
+    return problems
+
+
+def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
+    """Sources of one run must have been written by one tokenizer, as far as they say which."""
+    by_hash: dict[str, list[str]] = {}
+    for source in _each(inputs):
+        if source.sidecar is not None and source.sidecar.get("tokenizer_hash"):
+            by_hash.setdefault(source.sidecar["tokenizer_hash"], []).append(str(source.prefix))
+    if len(by_hash) > 1:
+        groups = " / ".join(", ".join(prefixes) for prefixes in by_hash.values())
+        yield (
+            f"the sources were prepared with {len(by_hash)} different tokenizers: {groups}; "
+            "prepare them with one"
+        )
+
+
+def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
+    """What does not go with the weights that the run begins with."""
+    if plan.base is None:
+        return []
+    problems = [*other_config_problems(plan), *base_tokenizer_problems(plan.base.folder, _each(inputs))]
+    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in plan.base.tensors)
+    if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
+        problems.append(
+            f"{plan.run_path}: model.qk_norm = true adds norms to a model that was trained without them "
+            f"({plan.base.folder}): it would compute something else than it learned; set it to false"
+        )
+    return problems
+
+
+def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
+    sequences, micro = segment.sequences, plan.micro_sequences(segment.first_step)
+    shared = plan.sequence_parallel_size
+    if world_size is None:
+        worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
+        return f"micro-batches of {micro}; world sizes that divide it: {listed(worlds)}"
+    count = accumulation(sequences, micro, world_size // shared)
+    ranks, each = counted(world_size, "rank"), counted(micro, "sequence")
+    if shared > 1:
+        ranks = f"{counted(world_size // shared, 'group')} of {shared} ranks"
+    return f"{ranks} x {each} x accumulation {count} = {counted(sequences, 'sequence')}"
+
+
+def _model_line(plan: Plan) -> str:
+    config = dict(plan.model)
+    extras = [
+        name
+        for name, on in (("QK-norm", plan.run.model.qk_norm), ("recompute", plan.run.model.recompute))
+        if on
+    ]
+    if plan.run.model.z_loss is not None:
+        extras.append(f"z-loss {plan.run.model.z_loss:g}")
+    count = count_parameters(config, qk_norm=plan.run.model.qk_norm)
+    size = "parameters counted at start"
+    if count is not None:
+        size = (
+            f"{count.total:,} parameters ({count.non_embedding:,} without embeddings), "
+            f"{plan.timeline.total_tokens / count.total:.1f} tokens a parameter"
+        )
+    return ", ".join([f"{config.get('model_type')}: {size}", *extras])
+
+
+def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
+    yield from curriculum_lines(plan, inputs.sources)
+    warnings: list[str] = []
+    for name in plan.chunk_tokens:
+        words, odd = _separators(inputs.sources[name])
+        yield f"separators {name}: {words or 'not counted'}"
+        warnings += odd
+    for name, source in inputs.validation.items():
+        words, odd = _separators(source)
+        yield f"validation {name}: {counted(source.num_tokens, 'token')}{words and f', {words}'}"
+        warnings += odd
+    yield from (f"warning    {warning}" for warning in dict.fromkeys(warnings))
+
+
+def _unused_lines(plan: Plan) -> Iterator[str]:
+    """Sources that no mixture draws from: often a name that was forgotten there."""
+    used = {name for phase in plan.run.phases for name in phase.mixture}
+    for name in plan.run.sources:
+        if name not in used:
+            yield f"warning    sources.{name} is in no mixture, so nothing of it is trained on"
+
+
+def _mask_lines(plan: Plan, precision: str) -> Iterator[str]:
+    """Phases whose sequences are too long for masks."""
+    if not plan.run.model.mask_documents:
+        return
+    for phase in plan.run.phases:
+        micro = plan.micro_sequences(plan.timeline.phase_start(phase.name))
+        where = f"phases.{phase.name}"
+        warnings = mask_warnings(plan.model, plan.run.model.attention, micro, phase.seq_len, precision, where)
+        yield from (f"warning    {warning}" for warning in warnings)
+
+
+def _separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
+    """How often a document ends in a source, if that can be told, and what is odd about it."""
+    report = describe_source(source)
+    rate = report.eos_per_million
+    return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings

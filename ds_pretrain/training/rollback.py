@@ -1,0 +1,273 @@
+"""The watchdog at work in the loop: what it sees, and the way back to an older checkpoint."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint.manifest import published, step_of
+from ds_pretrain.checkpoint.retention import CALM, is_left
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.verify import Found, found_at_step
+from ds_pretrain.config.plan import Plan
+from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.errors import CannotSave, NeedsPerson, agreed
+from ds_pretrain.core.metrics import StepRecord
+from ds_pretrain.core.state import Rollback, RunState, SkipLedger
+from ds_pretrain.core.text import counted
+from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.sampler import SampleIds
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.monitor.monitor import Monitor
+from ds_pretrain.training.incidents import Incidents, RankLosses
+from ds_pretrain.training.suspects import find_suspects, offending_steps
+from ds_pretrain.watchdog.detector import Verdict, judge, norm_limit
+from ds_pretrain.watchdog.policy import Response, after_rollback, respond
+from ds_pretrain.watchdog.rollback_log import CURE, write_cure
+from ds_pretrain.watchdog.verdict import is_warm
+
+
+class Watchdog:
+    """Judges each step, on every rank alike, and takes the run back where that is the verdict."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        monitor: Monitor,
+        places: Places,
+        attempt: int,
+        enter: Callable[[int], None],
+        world: World,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`enter` puts the model into the phase of the update after so many steps. Collective."""
+        self._plan, self._places, self._world = plan, places, world
+        self._attempt, self._enter, self._tell = attempt, enter, tell
+        self._incidents = Incidents(plan, monitor, world, tell)
+        self._unknown = False  # whether what is usual has to be learned anew after a verdict
+
+    def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
+        """Begin with the state of a start; tell what a crash kept from being told. Collective."""
+        lacking = from_main(self._world, self._incidents.lacking(state) if self._world.is_main else ())
+        if lacking:
+            rollback, ledger = state.rollbacks[-1], state.ledger
+            if rollback.response == "skip":  # what it met was read under the ledger before it
+                ledger = SkipLedger(ledger.skips[:-1])
+            if "rollback" in lacking:
+                seen = "what was seen is in the log: the process died before it was written down here"
+                told = Verdict("roll_back", None, rollback.onset, seen)
+                self._told(state, feed, told, "as decided before a crash", retold=True)
+            if state.step == rollback.to_step:
+                self._look_for_suspects(state, engine, feed, ledger)
+        self._incidents.begin(state)
+
+    def norm_limit(self, state: RunState) -> float | None:
+        """The gradient norm above which the update after `state` is dropped; None: none is."""
+        phase = self._plan.timeline.at(state.step).phase
+        return norm_limit(self._plan.run.watchdog, state.watchdog, phase)
+
+    def judge(
+        self, state: RunState, record: StepRecord, rank_losses: RankLosses, ids: SampleIds
+    ) -> tuple[RunState, Verdict]:
+        """The state after a step, with what the watchdog remembers of it, and its verdict."""
+        memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
+        if verdict.roll_back:  # the memory is blank now, if the run goes on regardless
+            self._unknown = self._plan.run.watchdog.mode == "observe"
+        elif is_warm(self._plan.run.watchdog, memory.loss):
+            self._unknown = False
+        # One usual loss in a spike may be luck; who does not judge cannot call anything healthy.
+        is_judged = self._plan.run.watchdog.mode != "off" and not self._unknown
+        healthy = is_judged and verdict.action == "ok" and memory.spike is None
+        after = state.after_step(record.update_applied, memory, healthy)
+        self._incidents.note(after, record, rank_losses, verdict)
+        if not record.update_applied:
+            self._incidents.dropped(record, ids, after.num_dropped)
+        return after, verdict
+
+    def wants_back(self, state: RunState, verdict: Verdict) -> bool:
+        """True if the run has to go back; in mode "observe" it only says what it would do."""
+        if not verdict.roll_back:
+            return False
+        if self._plan.run.watchdog.mode == "act":
+            return True
+        if self._world.is_main:
+            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            response = respond(self._plan.ladder, state.rollbacks, verdict, state.step, calm)
+            self._incidents.observed(state.step, verdict, response)
+        return False
+
+    def roll_back(self, state: RunState, verdict: Verdict, engine: Engine, feed: Feed, step: int) -> RunState:
+        """Go back to an older calm checkpoint, in this process; the state to go on from. Collective.
+
+        What is skipped, and that a rollback was spent, is on disk before the older weights are loaded.
+
+        Raises:
+            NeedsPerson: nothing is left to try; a supervisor must not start the run again.
+        """
+        assert verdict.onset is not None
+        self._incidents.met_again(verdict.onset, step)
+        found, response = self._way_back(state, verdict, step)
+        rollback = self._decided(verdict, response, found.state.step, step)
+        after = after_rollback(state, found.state, response, rollback, self._plan.ladder)
+        self._written(after)
+        self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
+        self._told(after, feed, verdict, response.reason)
+        store.leave(self._places, after.step, self._world, self._tell)
+        store.restore(found, engine, self._plan.run.seed, self._world, self._tell)
+        self._look_for_suspects(after, engine, feed, state.ledger)
+        self._incidents.begin(after)
+        return after
+
+    def _told(self, after: RunState, feed: Feed, verdict: Verdict, reason: str, **more: Any) -> None:
+        """The newest rollback of `after`, and what it skips."""
+        rollback = after.rollbacks[-1]
+        self._incidents.decided(
+            "rollback",
+            len(after.rollbacks),
+            rollback,
+            verdict,
+            reason,
+            to_step=rollback.to_step,
+            skipped=_skipped(feed, after) if rollback.response == "skip" else None,
+            **more,
+        )
+
+    def _look_for_suspects(self, after: RunState, engine: Engine, feed: Feed, ledger: SkipLedger) -> None:
+        """In what was read under `ledger`, by the weights that were gone back to. Collective."""
+        rollback = after.rollbacks[-1]
+        steps = offending_steps(rollback.onset, rollback.to_step, rollback.step)
+        found = find_suspects(engine, feed, self._enter, steps, ledger, self._world)
+        self._incidents.suspects(len(after.rollbacks), rollback, found)
+
+    def finish(self, state: RunState) -> None:
+        """Say it loudly if the last steps of the run were not healthy: too late for a verdict."""
+        patience = self._plan.run.watchdog.patience
+        if state.watchdog.spike is None or self._plan.run.watchdog.mode == "off":
+            return
+        if self._world.is_main:
+            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            newest = f"step {max(calm):,}" if calm else "none"
+            onset = state.watchdog.spike.onset
+            self._incidents.warn(
+                state.step,
+                f"the run ends in a spike that began at step {onset:,}, less than "
+                f"{counted(patience, 'step')} before the end, so that nothing was done about "
+                f"it; the newest calm checkpoint: {newest}",
+            )
+
+    def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
+        """The checkpoint to go back to, verified and ready to load. Collective."""
+        calm = self._saved_steps(state, calm=True)
+        while True:
+            response = respond(self._plan.ladder, state.rollbacks, verdict, step, calm)
+            if response.action == "stop" or response.to_step is None:
+                raise self._needs_person(state, verdict, response, step)
+            outcome = found_at_step(self._places, response.to_step, self._world, self._tell)
+            if isinstance(outcome, Found):
+                deepspeed = self._plan.deepspeed
+                return store.fitted(outcome, deepspeed, self._places, self._world, self._tell), response
+            self._tell(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
+            calm = [c for c in calm if c != response.to_step]
+
+    def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
+        """The steps of the checkpoints that any host has, or that were shipped. Collective."""
+        here = gather_objects(
+            self._world,
+            saved_steps(self._places.root, state.rollbacks, calm) if self._places.leads(self._world) else [],
+        )
+        shipped = shipped_steps(self._places, calm, self._tell) if self._world.is_main else []
+        return sorted({*(step for steps in here for step in steps), *from_main(self._world, shipped)})
+
+    def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
+        assert verdict.onset is not None
+        assert verdict.kind is not None
+        return Rollback(to_step, step, verdict.onset, verdict.kind, response.action, self._attempt)
+
+    def _written(self, after: RunState, untold: str | None = None) -> None:
+        problem = None
+        if self._world.is_main:
+            try:
+                write_cure(self._plan.out, after, untold)
+            except OSError as error:
+                problem = str(error)
+        problem = from_main(self._world, problem)
+        if problem is not None and untold is not None:
+            self._tell(f"that the run needs a person cannot be written down: {problem}")
+        elif problem is not None:
+            path = self._plan.out / CURE
+            raise agreed(
+                CannotSave(
+                    f"the rollback cannot be written to {path}, so it is not made: {problem}; make room"
+                )
+            )
+
+    def _needs_person(self, state: RunState, verdict: Verdict, response: Response, step: int) -> NeedsPerson:
+        """Write down where the next start goes on, and say all that is known. Collective."""
+        if response.to_step is None:  # none is calm: the newest that is older than the trouble
+            assert verdict.onset is not None
+            older = [at for at in self._saved_steps(state, calm=False) if at < verdict.onset]
+            response = replace(response, to_step=max(older, default=0))
+        assert response.to_step is not None
+        stop = self._decided(verdict, response, response.to_step, step)
+        stopped = replace(state, rollbacks=(*state.rollbacks, stop))
+        diagnosis = self._diagnosis(state, verdict, response, step)
+        self._written(stopped, untold=diagnosis)
+        self._incidents.decided(
+            "needs_person",
+            len(stopped.rollbacks),
+            stop,
+            verdict,
+            response.reason,
+            to_step=response.to_step,
+            diagnosis=diagnosis,
+        )
+        return NeedsPerson(diagnosis)
+
+    def _diagnosis(self, state: RunState, verdict: Verdict, response: Response, step: int) -> str:
+        tried = "".join(
+            f"\n  step {r.step:,}: {r.kind} since step {r.onset:,}; {r.response} from step {r.to_step:,}"
+            for r in state.rollbacks
+        )
+        next_start = (
+            f"The next start goes on from the checkpoint of step {response.to_step:,}, and gives up "
+            'later ones that are not pinned; with watchdog.mode="observe" it goes on from the newest'
+            if response.to_step
+            else "No checkpoint is older: give the run file a new `out` to begin anew, or go on from the "
+            'newest with watchdog.mode="observe"'
+        )
+        return (
+            f"step {step:,}: {verdict.message}; nothing is left to try: {response.reason}. Look at "
+            f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and schedule.peak, "
+            f"then start again. {next_start}{tried}"
+        )
+
+
+def saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[int]:
+    """The checkpoints of a folder that a run may go back to: none, even pinned, of a branch that it left."""
+    folders = [folder for folder in published(root) if not calm or (folder / CALM).exists()]
+    return [step_of(f.name) or 0 for f in folders if not is_left(f, rollbacks)]
+
+
+def shipped_steps(places: Places, calm: bool, tell: Callable[[str], None]) -> list[int]:
+    """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
+    if places.remote is None:
+        return []
+    try:
+        steps = places.remote.steps()
+        return [step for step in steps if not calm or places.remote.size(step, CALM) is not None]
+    except OSError as error:
+        tell(f"which checkpoints {places.remote.place} has is not known: {error}")
+        return []
+
+
+def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:
+    """The newest entry of the ledger, with its samples."""
+    skip = state.ledger.skips[-1]
+    return {
+        "phase": skip.phase,
+        "start": skip.start,
+        "stop": skip.stop,
+        "num_samples": skip.stop - skip.start,
+        "samples": feed.sampler.skipped(skip, state.ledger).grouped(),
+    }

@@ -1,0 +1,282 @@
+"""When a run saves, what goes into its checkpoints, where they are shipped, and what a failed save means."""
+
+import contextlib
+import json
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import isfinite
+from time import perf_counter, sleep
+
+from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, published, step_name, step_of
+from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
+from ds_pretrain.checkpoint.save import Outcome, Saves
+from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
+from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
+from ds_pretrain.config.deepspeed import zero_stage
+from ds_pretrain.config.plan import Plan
+from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.errors import CannotSave, InputError
+from ds_pretrain.core.files import available_memory_bytes
+from ds_pretrain.core.metrics import Probe
+from ds_pretrain.core.state import RunState
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.monitor.monitor import Monitor
+from ds_pretrain.training.curriculum import model_text
+from ds_pretrain.training.record import RunRecord, note_saved
+from ds_pretrain.training.save_costs import Costs
+from ds_pretrain.training.uploads import STOP_PATIENCE_SECONDS, Shipping
+
+# torch rounds each pinned buffer up to a power of two: up to twice the bytes.
+PINNED_ROUNDING = {"cuda": 2}
+RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
+
+
+class Saver:
+    """Saves checkpoints of one run when they are due, one at a time, while training goes on."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        record: RunRecord,
+        engine: Engine,
+        monitor: Monitor,
+        places: Places,
+        shipping: Shipping,
+        restore_seconds: float,
+        world: World,
+        tell: Callable[[object], None],
+    ) -> None:
+        self._plan, self._record, self._engine, self._world = plan, record, engine, world
+        self._monitor, self._tell, self._places = monitor, tell, places
+        self._clock = WallClock(plan.run.checkpoint.every)
+        self._num_failed = 0  # in a row
+        # Of the save under way, beside its own copies: for the save before it, and for its own end.
+        self._waited_seconds = self._finished_seconds = 0.0
+        self._saved_step: int | None = None  # of the newest checkpoint of this start
+        self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
+        self._saves = Saves(places, world, self._published, expected_bytes)
+        self._shipping = shipping
+        self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
+        self._costs = Costs(plan, restore_seconds)
+        self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
+
+    @property
+    def stage(self) -> int:
+        """How far this rank's part of the save under way is; for the row of a step."""
+        return self._saves.stage
+
+    def is_due(self, state: RunState) -> bool:
+        """By steps and tokens, at the end of a phase, after the first and the last step."""
+        step, timeline = state.step, self._plan.timeline
+        if step in (1, self._plan.last_step) or ends_phase(step, timeline):
+            return True
+        return due_by_count(self._plan.run.checkpoint.every, step, timeline)
+
+    def is_due_by_clock(self) -> bool:
+        """On rank 0 alone; shared by `measure`."""
+        return self._world.is_main and self._clock.is_due()
+
+    def save(self, state: RunState, probe: Callable[[], Probe]) -> None:
+        """Snapshot, and write behind; a save under way is waited for first. Collective.
+
+        `probe` computes one, where no step is to come that would.
+
+        Raises:
+            CannotSave: too many saves in a row have failed.
+        """
+        began = perf_counter()
+        self.finish()
+        waited = perf_counter() - began
+        self._note_shipped()
+        texts = {
+            "run.toml": self._plan.run_text,
+            DEEPSPEED: self._plan.deepspeed_text,
+            "model.json": model_text(self._plan, state.step),
+        }
+        manifest = self._manifest(state)
+        self._waited_seconds, self._finished_seconds = waited, 0.0
+        self._note(self._saves.begin(state, manifest, texts, self._engine))
+        if not self._behind:
+            self._finish_probed(state.step, probe)
+        self._clock.restart()
+
+    def save_surely(self, state: RunState, probe: Callable[[], Probe]) -> None:
+        """Save, and return only when the checkpoint is published. Collective.
+
+        Raises:
+            CannotSave: it failed so often that the run stops.
+        """
+        while True:
+            self.save(state, probe)
+            self._finish_probed(state.step, probe)
+            if self._saved_step == state.step:
+                return
+            sleep(RETRY_SECONDS)
+
+    def save_for_person(self, state: RunState, probe: Callable[[], Probe]) -> None:
+        """Save where a run stands that needs a person, and ship it: the next start goes on from an older one,
+        but what went wrong can be looked at. Collective.
+        """
+        with contextlib.suppress(CannotSave):  # told already; why the run ends is more than that
+            self.save_surely(state, probe)
+        self.ship_rest(STOP_PATIENCE_SECONDS)
+
+    def note_health(self, state: RunState) -> None:
+        """Mark as calm what enough healthy steps came after: only that may be gone back to."""
+        patience = self._plan.run.watchdog.patience
+        if state.num_healthy < patience or not self._not_yet_calm:
+            return
+        calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) + patience <= state.step}
+        self._not_yet_calm -= calm
+        for folder in calm if self._places.leads(self._world) else ():
+            if is_left(folder, state.rollbacks):  # pinned, and of before a rollback
+                continue
+            with contextlib.suppress(OSError):  # it was pruned, or set aside
+                (folder / CALM).touch()
+
+    def gone_back(self, state: RunState) -> None:
+        """The run goes on from an older checkpoint: what was saved after it will never be calm."""
+        self._not_yet_calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) <= state.step}
+        self._saved_step = None
+        self._clock.restart()
+
+    def advance(self, stages: Sequence[int], probe: Probe | None) -> None:
+        """Take the save under way as far as every rank's stage allows. Collective.
+
+        `probe` is None if the step's loss is not to be trusted: it says nothing of the weights before it.
+        """
+        if probe is not None:
+            self._saves.probed(probe.step, probe)
+        self._note(self._saves.advance(stages))
+
+    def finish(self) -> None:
+        """Wait for the save under way. Collective."""
+        self._note(self._saves.finish())
+
+    def ship_rest(self, patience_seconds: float) -> None:
+        """Wait so long for what is not shipped yet; then delete here what need not stay. Collective."""
+        self._shipping.finish(patience_seconds)
+        self._note_shipped()
+        if self._places.leads(self._world) and self._shipping.is_on:
+            self._prune()
+
+    def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
+        """Probe while the files are written, then wait for them: training stands still for all of it."""
+        began = perf_counter()
+        if self._saves.is_under_way:
+            found = probe()
+            if isfinite(found.loss):
+                self._saves.probed(step, found)
+        outcome = self._saves.finish()
+        self._finished_seconds = perf_counter() - began
+        self._note(outcome)
+
+    def _note(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        stall_seconds = outcome.stall_seconds + self._waited_seconds + self._finished_seconds
+        total_seconds = max(stall_seconds, outcome.total_seconds + self._waited_seconds)
+        outcome = replace(outcome, stall_seconds=stall_seconds, total_seconds=total_seconds)
+        if outcome.problem is None:
+            self._num_failed, self._saved_step = 0, outcome.step
+            self._not_yet_calm.add(self._places.root / step_name(outcome.step))
+            self._monitor.event(
+                "checkpoint",
+                step=outcome.step,
+                bytes=outcome.bytes,
+                stall_seconds=outcome.stall_seconds,
+                total_seconds=outcome.total_seconds,
+            )
+            for line in self._costs.note(outcome):
+                self._tell(line)
+            return
+        self._num_failed += 1
+        limit = self._plan.run.checkpoint.failures
+        told = (
+            f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; "
+            f"the one before it is intact ({self._num_failed} of {limit} failures in a row that stop the run)"
+        )
+        self._tell(told)
+        self._monitor.event(
+            "save_failed", step=outcome.step, problem=outcome.problem, in_a_row=self._num_failed
+        )
+        if self._num_failed >= limit:
+            raise CannotSave(
+                f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
+            )
+
+    def _note_shipped(self) -> None:
+        """Record what has been shipped from rank 0's host since the last look."""
+        if not self._world.is_main or not self._shipping.is_on:
+            return
+        shipped = {f for f in published(self._places.root) if f not in self._seen_shipped and is_shipped(f)}
+        for folder in sorted(shipped):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # it was pruned meanwhile
+                mark = json.loads((folder / SHIPPED).read_text())
+                told = {"checkpoint": folder.name, "bytes": mark["bytes"], "seconds": mark["seconds"]}
+                self._monitor.event("shipped", **told)
+        self._seen_shipped |= shipped
+
+    def _published(self, step: int) -> None:
+        """On a leader's thread, after a checkpoint is complete."""
+        if self._world.is_main:
+            try:
+                note_saved(self._plan.out, step)
+            except (OSError, InputError) as error:  # the checkpoint is there all the same
+                self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
+            shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
+        self._shipping.wake()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete what need not stay in this host's folder. On its leader."""
+        section = self._plan.run.checkpoint
+        prune(
+            self._places.root,
+            keep=section.keep,
+            keep_every=self._plan.keep_every,
+            tell=self._tell,
+            only_shipped=self._shipping.is_on,
+            num_calm=1 + len(self._plan.run.watchdog.respond),
+        )
+
+    def _manifest(self, state: RunState) -> Manifest:
+        timeline = self._plan.timeline
+        return Manifest(
+            step=state.step,
+            tokens=timeline.tokens_before(state.step),
+            samples=timeline.samples_before(state.step),
+            draws=timeline.samples_before(state.step)
+            + state.ledger.num_before(timeline.trained_by_phase(state.step)),
+            world_size=self._world.size,
+            zero_stage=zero_stage(self._plan.deepspeed),
+            versions={name: version(name) for name in ("ds-pretrain", "deepspeed", "torch", "transformers")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            attempt=self._record.attempt,
+            wandb_id=self._record.wandb_id,
+            overrides=self._plan.overrides,
+            identity=self._record.identity,
+            files={},
+        )
+
+
+def fits_in_memory(
+    engine: Engine, world: World, per_host: bool, tell: Callable[[object], None]
+) -> tuple[bool, int]:
+    """Whether every host can hold its ranks' copies, and the bytes that go to one folder. Collective."""
+    asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
+    total = sum(size for name, size, _ in asked if not per_host or name == platform.node())
+    for host in dict.fromkeys(host for host, _, _ in asked):
+        needed = sum(size for name, size, _ in asked if name == host)
+        free = min(free for name, _, free in asked if name == host)
+        if needed * PINNED_ROUNDING.get(engine.device.type, 1) > 0.9 * free:
+            tell(
+                f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need {needed:,}: "
+                "training stands still while checkpoints are written"
+            )
+            return False, total
+    return True, total

@@ -1,0 +1,98 @@
+"""Validation: the mean loss of each source, the loss by position, and whether a key is found again.
+
+Shapes: B sequences of a micro-batch, T tokens of a sequence (those of this rank), V vocabulary, K buckets of
+positions, G lengths of prompts, C places of a key in a prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
+from ds_pretrain.core.distributed import World, gather_rows
+from ds_pretrain.core.metrics import IGNORED
+from ds_pretrain.data.lengths import doublings
+from ds_pretrain.data.loader import MicroBatch
+from ds_pretrain.data.retrieval import NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
+from ds_pretrain.data.validation_set import ValidationSet, validation_batches
+from ds_pretrain.engine.engine import Engine
+from ds_pretrain.models.attention import document_positions
+from ds_pretrain.models.loss import token_losses
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a validation found, by source. Losses in nats a token."""
+
+    losses: dict[str, float]  # the mean over all tokens
+    by_position: dict[str, dict[str, float]]  # by the end of the bucket of positions; no tokens, no entry
+    retrieval: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # length, depth, score
+
+
+def evaluate(
+    engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World, retrieval: bool = False
+) -> Evaluation:
+    """Measure the model on fixed samples: one reduction a source. No random stream moves. Collective."""
+    streams, readers = capture_streams(), world.readers(engine.ranks_a_sequence)
+    losses, by_position, found = {}, {}, {}
+    with engine.evaluating():
+        for chosen in sets:
+            ends = doublings(chosen.seq_len)
+            prompts = make_prompts(chosen) if retrieval else None
+            mine = _measure(engine, chosen, micro_sequences, readers)  # [2 + 2 K]
+            asked = _ask(engine, prompts, micro_sequences, readers) if prompts else np.zeros(0)  # [G C]
+            total = gather_rows(world, [*mine, *asked]).sum(axis=0)  # [2 + 2 K + G C]
+            losses[chosen.name] = float(total[0] / total[1])
+            nll, count, rest = np.split(total[2:], [len(ends), 2 * len(ends)])  # [K], [K], [G C]
+            by_position[chosen.name] = {
+                str(end): float(nll[k] / count[k]) for k, end in enumerate(ends) if count[k]
+            }
+            if prompts:
+                found[chosen.name] = scores(prompts, rest)
+    restore_streams(streams)
+    return Evaluation(losses, by_position, found)
+
+
+def _measure(
+    engine: Engine, chosen: ValidationSet, micro_sequences: int, readers: World
+) -> NDArray[np.float64]:
+    """This rank's sums: of all losses, of tokens, and both again for each bucket of positions: [2 + 2 K]."""
+    ends = doublings(chosen.seq_len)
+    nll, count = 0.0, 0
+    by_bucket = np.zeros((2, len(ends)))
+    for micro in validation_batches(chosen, readers, micro_sequences):
+        losses = _token_losses(engine, micro)  # [B, T]
+        nll += losses.sum(dtype=torch.float64).float().item()  # as training rounds it
+        valid = (engine.own_tokens(micro.labels) != IGNORED).numpy()  # [B, T]
+        count += int(valid.sum())
+        place = engine.own_tokens(_positions(micro)).numpy()  # [B, T]
+        bucket = np.searchsorted(ends, place[valid], side="right")  # [valid]
+        by_bucket[0] += np.bincount(bucket, losses.cpu().numpy()[valid], len(ends))  # in fp64
+        by_bucket[1] += np.bincount(bucket, minlength=len(ends))
+    return np.concatenate([[nll, count], *by_bucket])
+
+
+def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, readers: World) -> NDArray[np.float64]:
+    """This rank's sums of the losses of hidden keys, by length and place: [G C]."""
+    sums = np.zeros((len(prompts.rows), NUM_PLACES))
+    for row, length in zip(sums, prompts.rows, strict=True):
+        for micro, places in prompt_batches(prompts, length, readers, micro_sequences):
+            nll = _token_losses(engine, micro).sum(dim=-1, dtype=torch.float64)  # [B]
+            row += np.bincount(places, nll.cpu().numpy(), NUM_PLACES)
+    return sums.reshape(-1)
+
+
+def _token_losses(engine: Engine, micro: MicroBatch) -> torch.Tensor:
+    there = micro.on(engine.device)
+    logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+    return token_losses(logits, engine.own_tokens(there.labels))
+
+
+def _positions(micro: MicroBatch) -> torch.Tensor:
+    """Of each token in its row, or in its document where these are told apart: [B, T]."""
+    if micro.documents is None:
+        return torch.arange(micro.labels.shape[1]).expand(micro.labels.shape)
+    return document_positions(micro.documents)

@@ -1,0 +1,146 @@
+"""What the watchdog's verdict leads to: which checkpoint to go back to, with which data, or to a person.
+
+Pure. A step is named by its number, 1 for the first; a checkpoint by the steps finished when it was saved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_pretrain.config.spans import step_after, step_before
+from ds_pretrain.config.timeline import Duration, Timeline
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.core.text import counted
+from ds_pretrain.watchdog.detector import Verdict
+
+Action = Literal["replay", "skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """`[watchdog]` of a run file, and the timeline that its durations are laid onto."""
+
+    respond: tuple[Literal["replay", "skip"], ...]
+    skip_before: Duration
+    skip_after: Duration
+    patience: int
+    rollbacks: int  # at most, in a stretch
+    stretch: Duration
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Response:
+    """What to do, and why.
+
+    `to_step` is the checkpoint to go back to; after a "stop" the next start does, if there is one.
+    """
+
+    action: Action
+    to_step: int | None
+    reason: str
+
+
+def respond(
+    ladder: Ladder, history: Sequence[Rollback], verdict: Verdict, step: int, calm_steps: Sequence[int]
+) -> Response:
+    """The next rung for a verdict to roll back at `step`.
+
+    The same place again (an onset within reach of an earlier one) takes the next rung, and a checkpoint older
+    than that of the rung before. A stop is where a person has taken over: the ladder and the budget begin
+    anew after it.
+    """
+    assert verdict.onset is not None
+    onset = verdict.onset
+    history = since_stop(history)
+    older = [calm for calm in calm_steps if calm < onset]
+    newest = max(older, default=None)
+    since = step_before(ladder.timeline, step, ladder.stretch)
+    recent = [rollback for rollback in history if rollback.step > since]
+    if len(recent) >= ladder.rollbacks:
+        are = "is" if len(recent) == 1 else "are"
+        words = f"{counted(len(recent), 'rollback')} in {ladder.stretch} {are} all that is allowed"
+        return Response("stop", newest, words)
+    here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
+    if len(here) >= len(ladder.respond):
+        tried = ", then ".join(rollback.response for rollback in here)
+        reason = f"it came back at the same place after {tried}" if here else "watchdog.respond is empty"
+        return Response("stop", newest, reason)
+    before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
+    if not older:
+        return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
+    to_step = max(before) if before else min(older)
+    what = {"replay": "the same data again", "skip": "without the data around it"}[ladder.respond[len(here)]]
+    return Response(
+        ladder.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
+    )
+
+
+def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
+    """The rollbacks since a person was last asked for."""
+    stops = [index for index, rollback in enumerate(history) if rollback.response == "stop"]
+    return history[stops[-1] + 1 :] if stops else history
+
+
+def is_same_place(ladder: Ladder, rollback: Rollback, onset: int) -> bool:
+    """True if trouble that began at `onset` is that of the rollback again."""
+    place = rollback.onset - 1
+    return abs(rollback.onset - onset) <= ladder.patience + _end_of_skip(ladder, place) - place
+
+
+def after_rollback(
+    state: RunState,
+    base: RunState,
+    response: Response,
+    rollback: Rollback,
+    ladder: Ladder,
+) -> RunState:
+    """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
+    ledger = state.ledger
+    if response.action == "skip":
+        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, ladder))
+    return RunState(
+        step=base.step,
+        ledger=ledger,
+        num_dropped=base.num_dropped,
+        num_healthy=base.num_healthy,
+        watchdog=base.watchdog,
+        rollbacks=(*state.rollbacks, rollback),
+    )
+
+
+def skipped(ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladder) -> Skip:
+    """The draws that steps around an onset read under `ledger`: of its phase, and none that stays trained."""
+    timeline = ladder.timeline
+    place = rollback.onset - 1  # finished steps before it
+    segments = [s for s in timeline.segments if s.phase == timeline.at(place).phase]
+    before = step_before(timeline, place, ladder.skip_before)
+    first = max(before, base_step, segments[0].first_step)
+    last = min(_end_of_skip(ladder, place), segments[-1].end_step) - 1
+    ends = []
+    for step in (first, last):
+        segment = timeline.at(step)
+        draws = ledger.draws(segment.phase, timeline.trained_draws_before(step), segment.sequences)
+        ends.append((int(draws[0]), int(draws[-1]) + 1))
+    return Skip(
+        phase=timeline.at(place).phase,
+        start=ends[0][0],
+        stop=ends[1][1],
+        cause=rollback.kind,
+        step=rollback.step,
+        attempt=rollback.attempt,
+    )
+
+
+def _end_of_skip(ladder: Ladder, place: int) -> int:
+    """The step that a skip around `place` ends at: one at least is skipped."""
+    return max(place + 1, step_after(ladder.timeline, place, ladder.skip_after))
+
+
+def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
+    """True if a checkpoint's state lies on a branch that a rollback since has left.
+
+    Without `heeds_stop`, not if all that happened since is a stop: a person goes on from where it stood.
+    """
+    later = rollbacks[len(state.rollbacks) :]
+    return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

@@ -1,0 +1,98 @@
+"""The interval between saves: against Daly's exact model, at its edges, and in words."""
+
+from math import exp, expm1, sqrt
+
+import pytest
+from scipy.optimize import minimize_scalar
+
+from ds_pretrain.checkpoint.interval import (
+    advice,
+    advice_lines,
+    daly_seconds,
+    lost_share,
+    spoken,
+    stall_warning,
+    young_seconds,
+)
+
+HOUR = 3600.0
+
+
+def exact_seconds(stall: float, mtbf: float) -> float:
+    """The minimum of Daly's expected wall-clock time with exponential failures, from save to save.
+
+    M exp(R/M) (exp((t + stall)/M) - 1) / t for each second of work; the restart time R moves no minimum.
+    """
+
+    def cost(log_work: float) -> float:
+        work = exp(log_work)
+        return expm1((work + stall) / mtbf) / work
+
+    found = minimize_scalar(cost, bounds=(-10.0, 15.0), method="bounded", options={"xatol": 1e-9})
+    return exp(float(found.x)) + stall
+
+
+@pytest.mark.parametrize(
+    ("stall", "mtbf"), [(0.5, 8 * HOUR), (30.0, 8 * HOUR), (300.0, HOUR), (600.0, HOUR), (1800.0, HOUR)]
+)
+def test_dalys_interval_is_the_minimum_of_the_exact_model(stall: float, mtbf: float) -> None:
+    exact = exact_seconds(stall, mtbf)
+    assert daly_seconds(stall, mtbf) == pytest.approx(exact, rel=4e-3)
+    assert abs(young_seconds(stall, mtbf) + stall - exact) >= abs(daly_seconds(stall, mtbf) - exact)
+
+
+def test_a_published_example() -> None:
+    """Saves of 5 minutes, a failure every 24 hours: sqrt(2 * 5 * 1440) = 120 minutes."""
+    assert young_seconds(300.0, 24 * HOUR) == pytest.approx(120 * 60)
+
+
+def test_saves_that_cost_more_than_two_failures_are_as_far_apart_as_failures() -> None:
+    assert daly_seconds(2 * HOUR, HOUR) == 3 * HOUR
+    assert daly_seconds(2 * HOUR - 1e-6, HOUR) == pytest.approx(2 * HOUR * (1 + 1 / 3 + 1 / 9))
+
+
+def test_what_is_lost_is_least_near_the_advice_and_counts_writing_and_restoring() -> None:
+    costs = (2.0, 60.0, 120.0, 8 * HOUR)
+    found = advice(*costs, interval_seconds=HOUR)
+    assert found.young_seconds == sqrt(2 * 2.0 * 8 * HOUR)
+    assert found.lost == lost_share(found.seconds, *costs)
+    assert found.lost == pytest.approx(2.0 / found.seconds + (found.seconds / 2 + 180.0) / (8 * HOUR))
+    assert found.lost_now == pytest.approx(2.0 / HOUR + (HOUR / 2 + 180.0) / (8 * HOUR))
+    assert found.lost < lost_share(found.seconds / 1.2, *costs)
+    assert found.lost < lost_share(found.seconds * 1.2, *costs)
+
+
+def test_the_advice_is_never_shorter_than_a_save_takes() -> None:
+    assert advice(0.05, 240.0, 30.0, 4 * HOUR).seconds == 240.0
+    assert advice(0.0, 240.0, 30.0, 4 * HOUR).seconds == 240.0
+
+
+def test_a_share_is_never_more_than_all() -> None:
+    assert lost_share(10.0, 60.0, 0.0, 0.0, HOUR) == 1.0
+    assert lost_share(0.0, 60.0, 0.0, 0.0, HOUR) == 1.0
+
+
+def test_the_advice_in_words() -> None:
+    found = advice(2.0, 60.0, 120.0, 8 * HOUR, interval_seconds=2 * HOUR)
+    assert list(advice_lines(found)) == [
+        "a save every 5.7 min loses least: 1.80% of the time is expected to be lost (Daly 2006; Young 1974 "
+        "says 5.7 min)",
+        "checkpoint.every is about 2 h at present: 13.15% is expected to be lost",
+    ]
+    assert len(list(advice_lines(advice(2.0, 60.0, 120.0, 8 * HOUR)))) == 1
+
+
+def test_a_stall_longer_than_its_share_is_warned_of() -> None:
+    assert stall_warning(3.0, 60.0, 0.05) is None
+    assert stall_warning(3.2, 40.0, 0.05) == (
+        "training stands still for 3.2 s at a save, 8.0% of the 40 s between saves, and "
+        "checkpoint.stall_share allows 5.0%: save less often (checkpoint.every), or give the hosts more free "
+        "memory, so that saves are written behind"
+    )
+    assert "all of the 0 s" in str(stall_warning(1.0, 0.0, 0.05))
+
+
+def test_spans_are_spoken_with_two_digits_in_the_unit_that_fits() -> None:
+    spans = {0.0: "0 s", 0.0421: "0.042 s", 3.25: "3.2 s", 9.97: "10 s", 99.4: "99 s", 99.6: "1.7 min"}
+    spans |= {840.0: "14 min", 2.5 * HOUR: "2.5 h", 72 * HOUR: "72 h", 5000 * HOUR: "5,000 h"}
+    assert {seconds: spoken(seconds) for seconds in spans} == spans

@@ -1,0 +1,130 @@
+"""What makes a source unfit for a run, found before the run; what is in it, reported."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_pretrain.data.indexed import TokenSource, open_source
+from ds_pretrain.data.inspect import check_source, describe_source
+from ds_pretrain.data.writer import IndexedWriter
+
+MEGATRON = Path(__file__).parent / "megatron"
+
+
+def write(
+    prefix: Path, ids: list[int], vocab_size: int, foreign: bool = False, **sidecar: object
+) -> TokenSource:
+    writer = IndexedWriter(prefix, vocab_size)
+    writer.add([np.array(ids)])
+    writer.finish(sidecar)
+    if foreign:
+        prefix.with_name(f"{prefix.name}.json").unlink()
+    return open_source(prefix)
+
+
+def test_a_fit_source_has_no_problems() -> None:
+    for name in ("megatron_lm", "gpt_neox", "megatron_lm_sentences"):
+        assert check_source(open_source(MEGATRON / name), 128, 257, 256) == []
+
+
+def test_a_source_shorter_than_one_sequence_is_a_problem(tmp_path: Path) -> None:
+    source = write(tmp_path / "x", [1] * 8, 10)
+    assert check_source(source, 7, 10) == []
+    (problem,) = check_source(source, 8, 10)
+    assert (
+        "x.bin: 8 tokens, fewer than one sample of 8 + 1; shorten the sequence or prepare more text"
+        in problem
+    )
+
+
+def test_p36_an_id_out_of_range_is_named_by_file_and_offset(tmp_path: Path) -> None:
+    ids = [1] * 70_000
+    ids[66_000] = 300
+    source = write(tmp_path / "x", ids, 301, foreign=True)
+    assert check_source(source, 8, 301) == []
+    (problem,) = check_source(source, 8, 300)
+    assert (
+        f"{tmp_path}/x.bin: offset 132000: token 66000 has id 300, outside the model's vocabulary of 300"
+        in problem
+    )
+
+
+def test_p36_int32_ids_read_as_uint16_are_found(tmp_path: Path) -> None:
+    ids = np.arange(40_000, 41_000, dtype="<i4")
+    source = write(tmp_path / "x", ids.view("<u2").tolist(), 65_536, foreign=True)
+    assert source.num_tokens == 2000
+    assert "token 0 has id 40000" in check_source(source, 8, 32_000)[0]
+
+
+def test_p36_a_negative_id_is_found() -> None:
+    source = open_source(MEGATRON / "gpt_neox")
+    stream = np.array(source.stream)
+    stream[5] = -1
+    damaged = TokenSource(source.prefix, stream, source.sequence_lengths, source.document_bounds, None)
+    assert "offset 20: token 5 has id -1" in check_source(damaged, 8, 257)[0]
+
+
+def test_p36_a_long_source_is_sampled_at_both_ends_and_between(tmp_path: Path) -> None:
+    for place in (0, 1_500_000, 2_999_999):
+        ids = np.ones(3_000_000, dtype=np.int64)
+        ids[place] = 99
+        source = write(tmp_path / f"x{place}", ids, 100, foreign=True)  # type: ignore[arg-type]
+        assert f"token {place} has id 99" in check_source(source, 8, 99, scan_tokens=1_000_000)[0]
+
+
+def test_p41_a_tokenizer_larger_than_the_model_is_a_problem_though_no_id_is(tmp_path: Path) -> None:
+    source = write(tmp_path / "x", [1] * 20, 103, tokenizer="bpe+3", max_id=1)
+    assert check_source(source, 8, 103) == []
+    (problem,) = check_source(source, 8, 100)
+    assert "x.json: its tokenizer 'bpe+3' has 103 entries, added tokens included, but the model's" in problem
+    assert problem.endswith("set vocab_size in the model config to at least 103")
+
+
+def test_p41_the_largest_recorded_id_counts_where_sampling_misses_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "x", [1] * 20, 50, max_id=80)
+    (problem,) = check_source(source, 8, 60)
+    assert "the largest token id is 80, but the model's vocabulary is 60" in problem
+
+
+def test_an_eos_that_the_model_or_the_data_does_not_share_is_a_problem(tmp_path: Path) -> None:
+    source = write(tmp_path / "x", [1] * 20, 50, eos_id=2)
+    assert "its documents end with id 2, but the run says EOS is 3" in check_source(source, 8, 50, 3)[0]
+    problems = check_source(source, 8, 50, 50)
+    assert "EOS id 50 is outside the model's vocabulary of 50; set vocab_size" in problems[0]
+
+
+def test_all_problems_of_a_source_are_reported_at_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "x", [9] * 5, 10, tokenizer="t", eos_id=2)
+    assert len(check_source(source, 8, 9, 1)) == 4
+
+
+def test_p37_the_report_gives_eos_per_million_and_warns_at_none(tmp_path: Path) -> None:
+    report = describe_source(open_source(MEGATRON / "megatron_lm"), eos_id=256)
+    assert report.eos_per_million == pytest.approx(300 / 42_347 * 1e6)
+    assert (report.num_documents, report.scanned_share, report.warnings) == (300, 1.0, ())
+    none = describe_source(write(tmp_path / "x", [1] * 100, 10, eos_id=5))
+    assert none.eos_per_million == 0
+    assert "x: 0 EOS (id 5) per million tokens: documents run into one another" in none.warnings[0]
+
+
+def test_p37_a_foreign_source_says_that_its_separators_are_not_known() -> None:
+    report = describe_source(open_source(MEGATRON / "megatron_lm"))
+    assert report.eos_per_million is None
+    assert "nothing says which id is EOS" in report.warnings[0]
+
+
+def test_p37_eos_stays_a_label_though_padding_has_the_same_id(tmp_path: Path) -> None:
+    """Three documents of 3, 5 and 9 tokens in rows of 8: each EOS is a label, unmasked."""
+    eos = pad = 0
+    documents = [[*range(1, n), eos] for n in (3, 5, 9)]
+    writer = IndexedWriter(tmp_path / "x", 10)
+    writer.add([np.array(document) for document in documents])
+    writer.finish({"eos_id": eos, "pad_id": pad})
+    source = open_source(tmp_path / "x")
+    stream = [token for document in documents for token in document]
+    labels = source.samples(range(source.num_samples(8)), 8)[:, 1:]
+    assert labels.ravel().tolist() == stream[1:17]
+    assert int((labels == eos).sum()) == len(documents)
+    assert json.loads((tmp_path / "x.json").read_text())["eos_id"] == eos
