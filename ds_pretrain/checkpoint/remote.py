@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, step_name, step_of
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import sync_folder, write_atomic, write_point
+from ds_pretrain.core.files import copied_beside, make_synced, sync_folder, write_atomic, write_point
 from ds_pretrain.core.redact import scrubbed, secret_options
-from ds_pretrain.core.synced import copied_beside, make_synced
 
 _CHUNK_BYTES = 1 << 24
 _UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, owner, parse_manifest
 from ds_pretrain.checkpoint.universal_layout import Group
+from ds_pretrain.core.distributed import share_of
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.shares import share_of
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 SHARD_ENDINGS = ("_model_states.pt", "_optim_states.pt")

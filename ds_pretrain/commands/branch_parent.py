@@ -19,9 +19,8 @@ from ds_pretrain.checkpoint.manifest import (
 from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, manifest_sum, note_branch
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import checksum, free_bytes
+from ds_pretrain.core.files import checksum, copied_beside, free_bytes, make_synced
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.synced import copied_beside, make_synced
 
 
 @dataclass(frozen=True)

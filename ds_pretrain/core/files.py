@@ -1,17 +1,21 @@
-"""Files that survive a crash: written whole or not at all, synced, and checked."""
+"""Files that survive a crash: written whole or not at all, synced, checked, and locked against others."""
 
+import fcntl
 import hashlib
 import os
+import socket
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ds_pretrain.core.errors import InputError
 
 # Takes what a file would hold, and its path. What it returns waits until nothing of that is needed any more.
 Capture = Callable[[Any, Path], Callable[[], None]]
 _CHUNK_BYTES = 1 << 20  # small enough to be summed while it lies in a core's cache
+_COPY_CHUNK_BYTES = 1 << 24
 
 
 def write_point(name: str) -> None:
@@ -51,6 +55,87 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def copied_beside(source: Path, target: Path) -> Path:
+    """Copy in chunks to a name beside `target` that begins with a dot, synced; to be renamed."""
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with source.open("rb") as here, unfinished.open("wb") as there:
+            while chunk := here.read(_COPY_CHUNK_BYTES):
+                there.write(chunk)
+            there.flush()
+            os.fsync(there.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return unfinished
+
+
+def make_synced(folder: Path) -> None:
+    """Create a folder, and those above it, so that their names survive a power cut."""
+    if not folder.is_dir():
+        make_synced(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+class FileLock:
+    """An advisory lock on a file or an existing folder, held until `release` or the end of this process.
+
+    A file that is locked holds "pid N on HOST" of its holder. A file system without locks (some network
+    mounts) counts as free: the lock guards against accidents, not against malice.
+    """
+
+    def __init__(self, path: Path, busy: Callable[[str], str]) -> None:
+        """`busy` makes the message of the error from the text in the file, which names the holder."""
+        self._path, self._busy = path, busy
+        self._descriptor: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """True while this process holds the lock through this object."""
+        return self._descriptor is not None
+
+    def take(self) -> None:
+        """Take the lock.
+
+        Raises:
+            InputError: another process holds it.
+            OSError: the file cannot be opened.
+        """
+        if not self.try_take():
+            raise InputError(self._busy("" if self._path.is_dir() else self._path.read_text().strip()))
+
+    def try_take(self) -> bool:
+        """Take the lock if nobody holds it; return whether this process holds it now."""
+        is_folder = self._path.is_dir()
+        descriptor = os.open(self._path, os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except OSError:
+            pass  # a file system without locks
+        if not is_folder:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Let another process have it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def checksum(path: Path) -> str:

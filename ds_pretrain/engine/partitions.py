@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_pretrain.core.shares import share_of
+from ds_pretrain.core.distributed import share_of
 
 # Where the optimizers keep this rank's fp32 masters: ZeRO-3; ZeRO-1 and 2; ZeRO-1 with fp32 accumulation.
 MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")

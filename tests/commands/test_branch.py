@@ -22,10 +22,9 @@ from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
 from ds_pretrain.commands import branch_parent as parent_module
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import checksum, copied_beside
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.core.synced import copied_beside
 from ds_pretrain.training.identity import identity_of
 from ds_pretrain.training.known_run import KnownRun
 from ds_pretrain.training.preflight import open_inputs

@@ -1,12 +1,20 @@
 """Files that are written whole or not at all, and what is said when they cannot be."""
 
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import checksum, ensure_writable_folder, folder_problem, free_bytes, write_atomic
+from ds_pretrain.core.files import (
+    FileLock,
+    checksum,
+    ensure_writable_folder,
+    folder_problem,
+    free_bytes,
+    write_atomic,
+)
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -101,3 +109,24 @@ def test_a_folder_without_the_right_to_write_is_a_problem(
 def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     assert 0 < free_bytes(tmp_path) <= status.f_blocks * status.f_frsize
+
+
+def test_a_lock_refuses_a_second_holder_and_names_the_first(tmp_path: Path) -> None:
+    for path in (tmp_path / "a.lock", tmp_path):  # a file, or a folder itself
+        first, second = (FileLock(path, lambda owner: f"taken by {owner or 'somebody'}") for _ in range(2))
+        with first:
+            assert first.is_held
+            with pytest.raises(InputError, match=r"taken by (pid|somebody)"):
+                second.take()
+            assert not second.try_take()
+        assert second.try_take()
+        second.release()
+
+
+def test_a_file_system_without_locks_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with FileLock(tmp_path / "a.lock", str) as lock:
+        assert lock.is_held
