@@ -43,9 +43,17 @@ from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
 from ds_pretrain.training.curriculum import skipped_lines
-from ds_pretrain.training.probing import probe_again
 from ds_pretrain.training.record import claim
-from ds_pretrain.training.resume import NO_WISH, Wish, known_run, origin_of, refuse_step, resume, tell_changes
+from ds_pretrain.training.resume import (
+    NO_WISH,
+    Wish,
+    known_run,
+    origin_of,
+    probe_again,
+    refuse_step,
+    resume,
+    tell_changes,
+)
 from ds_pretrain.training.rollback import Watchdog
 from ds_pretrain.training.run_places import label_place, open_places, require_shared_folder
 from ds_pretrain.training.saver import Saver

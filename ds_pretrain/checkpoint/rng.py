@@ -3,6 +3,8 @@
 import hashlib
 import io
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,16 @@ def restore_streams(streams: dict[str, Any]) -> None:
     torch.set_rng_state(streams["torch"])
     if streams["device"] is not None and uses_gpu():
         torch.cuda.set_rng_state(streams["device"])
+
+
+@contextmanager
+def preserve_streams() -> Iterator[None]:
+    """Put every stream back at the end, whatever was drawn meanwhile."""
+    streams = capture_streams()
+    try:
+        yield
+    finally:
+        restore_streams(streams)
 
 
 def rng_file(rank: int) -> str:

@@ -13,9 +13,9 @@ from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.core.metrics import Probe, StepRecord
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.stop import StopSignal
-from ds_pretrain.data.loader import Batch
+from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.engine.engine import Engine, Update
-from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.models.loss import cross_entropy_and_z, token_losses
 from ds_pretrain.training.saver import Saver
 
 
@@ -58,6 +58,20 @@ def take_step(
         first = nll.detach() if place == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
     return sums, engine.step(rate, norm_limit)
+
+
+def token_losses_of(engine: Engine, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The losses of this rank's tokens without a gradient, 0 where ignored, and their labels: [B, T] each."""
+    there = micro.on(engine.device)
+    with torch.no_grad():
+        logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
+    labels = engine.own_tokens(there.labels)  # [B, T]
+    return token_losses(logits, labels), labels
+
+
+def sum_losses(losses: Tensor) -> float:
+    """Sum token losses as training does: in fp64, rounded to fp32."""
+    return losses.sum(dtype=torch.float64).float().item()
 
 
 def measure(

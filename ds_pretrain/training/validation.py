@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_pretrain.checkpoint.rng import capture_streams, restore_streams
+from ds_pretrain.checkpoint.rng import preserve_streams
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.data.lengths import doublings
@@ -20,7 +20,7 @@ from ds_pretrain.data.retrieval import NUM_PLACES, Prompts, make_prompts, prompt
 from ds_pretrain.data.validation_set import ValidationSet, validation_batches
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.models.attention import document_positions
-from ds_pretrain.models.loss import token_losses
+from ds_pretrain.training.step import sum_losses, token_losses_of
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def evaluate(
     engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World, retrieval: bool = False
 ) -> Evaluation:
     """Measure the model on fixed samples: one reduction a source. No random stream moves. Collective."""
-    streams, readers = capture_streams(), world.readers(engine.ranks_a_sequence)
+    readers = world.readers(engine.ranks_a_sequence)
     losses, by_position, found = {}, {}, {}
-    with engine.evaluating():
+    with preserve_streams(), engine.evaluating():
         for chosen in sets:
             ends = doublings(chosen.seq_len)
             prompts = make_prompts(chosen) if retrieval else None
@@ -52,7 +52,6 @@ def evaluate(
             }
             if prompts:
                 found[chosen.name] = scores(prompts, rest)
-    restore_streams(streams)
     return Evaluation(losses, by_position, found)
 
 
@@ -64,9 +63,9 @@ def _measure(
     nll, count = 0.0, 0
     by_bucket = np.zeros((2, len(ends)))
     for micro in validation_batches(chosen, readers, micro_sequences):
-        losses = _token_losses(engine, micro)  # [B, T]
-        nll += losses.sum(dtype=torch.float64).float().item()  # as training rounds it
-        valid = (engine.own_tokens(micro.labels) != IGNORED).numpy()  # [B, T]
+        losses, labels = token_losses_of(engine, micro)  # [B, T] each
+        nll += sum_losses(losses)
+        valid = (labels != IGNORED).cpu().numpy()  # [B, T]
         count += int(valid.sum())
         place = engine.own_tokens(_positions(micro)).numpy()  # [B, T]
         bucket = np.searchsorted(ends, place[valid], side="right")  # [valid]
@@ -80,15 +79,9 @@ def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, readers: World)
     sums = np.zeros((len(prompts.rows), NUM_PLACES))
     for row, length in zip(sums, prompts.rows, strict=True):
         for micro, places in prompt_batches(prompts, length, readers, micro_sequences):
-            nll = _token_losses(engine, micro).sum(dim=-1, dtype=torch.float64)  # [B]
+            nll = token_losses_of(engine, micro)[0].sum(dim=-1, dtype=torch.float64)  # [B]
             row += np.bincount(places, nll.cpu().numpy(), NUM_PLACES)
     return sums.reshape(-1)
-
-
-def _token_losses(engine: Engine, micro: MicroBatch) -> torch.Tensor:
-    there = micro.on(engine.device)
-    logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-    return token_losses(logits, engine.own_tokens(there.labels))
 
 
 def _positions(micro: MicroBatch) -> torch.Tensor:

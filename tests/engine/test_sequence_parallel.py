@@ -17,8 +17,8 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.engine.sequence_parallel import SharedSequences
 from ds_pretrain.training import setup as opening
+from ds_pretrain.training.rollback import find_suspects
 from ds_pretrain.training.setup import open_feed, open_run_engine, prepare_inputs
-from ds_pretrain.training.suspects import find_suspects
 from tests.engine.small import (
     NO_DROPOUT,
     reference,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ds_pretrain.checkpoint.manifest import parse_manifest
+from ds_pretrain.checkpoint.manifest import parse_manifest, published
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.engine.engine import ZeroEngine
@@ -22,7 +22,7 @@ PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
 
 def _probes(out: Path) -> dict[int, Any]:
-    folders = (out / "checkpoints").glob("step_*")
+    folders = published(out / "checkpoints")
     manifests = [parse_manifest((folder / "manifest.json").read_text()) for folder in folders]
     return {manifest.step: manifest.probe for manifest in manifests}
 
@@ -60,10 +60,10 @@ def test_p16_the_probe_of_training_is_the_loss_of_the_restored_model_to_the_last
 
 
 def _restored_loss(world: World, run_file: str) -> float:
-    from ds_pretrain.training import probing
+    from ds_pretrain.training import resume
 
     losses: list[float] = []
-    mean_loss = probing._mean_loss
+    mean_loss = resume._mean_loss
 
     def kept(*args: Any) -> Any:
         loss, checksum = mean_loss(*args)
@@ -71,7 +71,7 @@ def _restored_loss(world: World, run_file: str) -> float:
         return loss, checksum
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(probing, "_mean_loss", kept)
+    patch.setattr(resume, "_mean_loss", kept)
     start(world, run_file)
     patch.undo()
     return losses[0]
