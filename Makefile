@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo heal test check bench clean
+.PHONY: demo heal test test-slow test-all check bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -11,8 +11,15 @@ demo: $(VENV)/.installed
 heal: $(VENV)/.installed
 	$(BIN)/python examples/heal.py
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

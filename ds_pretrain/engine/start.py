@@ -57,10 +57,14 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def partition(config: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which modules are constructed: under ZeRO-3 each parameter is sharded as it is born."""
+    """The context in which modules are constructed: under ZeRO-3 each parameter is sharded as it is born.
+
+    The type of the parameters is the JSON's. DeepSpeed 0.19.8 makes any `dtype` that it is given bfloat16
+    where the accelerator has no fp16 arithmetic, as most CPUs.
+    """
     if zero_stage(config) < 3:
         return nullcontext
-    return lambda: deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=dtype_of(config))
+    return lambda: deepspeed.zero.Init(config_dict_or_path=dict(config))
 
 
 def gather(config: Mapping[str, Any]) -> Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]:

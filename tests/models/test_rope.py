@@ -58,7 +58,7 @@ def _constructed_partitioned(world: World) -> Tables:
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with deepspeed.zero.Init(config_dict_or_path=tiny.deepspeed_json(torch.bfloat16), dtype=torch.bfloat16):
+    with deepspeed.zero.Init(config_dict_or_path=tiny.deepspeed_json(torch.bfloat16)):
         return _tables(LlamaForCausalLM(LlamaConfig(**tiny.ROTARY)))
 
 

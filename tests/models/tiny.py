@@ -71,9 +71,7 @@ def built_under_zero3(world: World, config: dict[str, Any], dtype: torch.dtype, 
     import deepspeed
 
     def partition() -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = deepspeed.zero.Init(
-            config_dict_or_path=deepspeed_json(dtype), dtype=dtype
-        )
+        context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=deepspeed_json(dtype))
         return context
 
     def gather(parameters: Any) -> AbstractContextManager[Any]:
