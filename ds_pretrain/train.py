@@ -56,7 +56,8 @@ from ds_pretrain.training.resume import (
 )
 from ds_pretrain.training.rollback import Watchdog
 from ds_pretrain.training.run_places import label_place, open_places, require_shared_folder
-from ds_pretrain.training.saver import Saver
+from ds_pretrain.training.saver import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
+from ds_pretrain.training.saver import STOP_PATIENCE_SECONDS, Saver, Shipping
 from ds_pretrain.training.setup import (
     announce,
     open_feed,
@@ -68,8 +69,6 @@ from ds_pretrain.training.setup import (
 )
 from ds_pretrain.training.stages import Stages
 from ds_pretrain.training.step import measure, take_step
-from ds_pretrain.training.uploads import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
-from ds_pretrain.training.uploads import STOP_PATIENCE_SECONDS, Shipping
 from ds_pretrain.training.validation import evaluate
 from ds_pretrain.watchdog.rollback_log import note_told, read_cure
 

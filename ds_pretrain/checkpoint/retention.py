@@ -51,14 +51,20 @@ def prune(
 ) -> None:
     """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save.
 
-    With `only_shipped`, a checkpoint that is not whole at the other place yet stays, however old it is. The
-    newest `num_calm` calm ones stay too: what the watchdog may go back to.
+    With `only_shipped`, one that is not whole at the other place yet stays until `2 * keep` newer ones are
+    here: a store that does not answer must not fill the disk. The newest `num_calm` calm ones stay too: what
+    the watchdog may go back to.
     """
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
-    protected = _protected(folders, num_calm) | {
-        s for s, f in folders.items() if only_shipped and not is_shipped(f)
-    }
+    unshipped = {step for step, folder in folders.items() if only_shipped and not is_shipped(folder)}
+    abandoned = doomed(list(folders), keep=2 * keep, keep_every=keep_every, protected=())
+    protected = _protected(folders, num_calm) | (unshipped - set(abandoned))
     for step in doomed(list(folders), keep=keep, keep_every=keep_every, protected=protected):
+        if step in unshipped:
+            tell(
+                f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
+                "are here; mend the place, or save less often or raise checkpoint.keep if it is too slow"
+            )
         try:
             write_point("prune")
             folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))

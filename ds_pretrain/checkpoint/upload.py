@@ -1,42 +1,60 @@
-"""Ships published checkpoints behind training: a process per host, and its handle in the host's leading rank.
+"""Uploads published checkpoints behind training, whole or not at all, from one host or from several.
 
-The process is told nothing but folders and numbers, and finds out by itself what is to be shipped; a line on
-its standard input makes it look at once. It ends when that input does, so it never outlives the rank that
-started it, whatever ends that. Signals meant for the ranks do not end it: they still save then.
+On each host the leading rank starts a process (`Shipper`) that looks again and again (`Rounds`) at what is
+published and not uploaded yet, and takes it as far as it can (`ship`), the newest first. Of a checkpoint, a
+host uploads the files that its folder holds, and leaves a marker at the place that names what has arrived.
+Host 0 writes the manifest there last, once the markers of all hosts name every file that it lists. Nothing
+is kept but what saves requests, so a process may be killed at any moment, and the next one goes on, as
+another host, too. docs/design/shipping.md says why.
 """
 
 import contextlib
-import fcntl
+import json
 import logging
 import os
-import select
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
-from typing import IO
 
-from ds_pretrain.checkpoint.manifest import step_of
-from ds_pretrain.checkpoint.rounds import IDLE_SECONDS, Order, Rounds, say
-from ds_pretrain.checkpoint.unshippable import awaited, hope_again
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+    published,
+    step_of,
+)
+from ds_pretrain.checkpoint.remote import Remote, open_remote
+from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, doomed, is_shipped, manifest_sum
 from ds_pretrain.config.spans import Multiples
-from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.errors import InputError, RunError
+from ds_pretrain.core.files import FileLock, checksum, write_atomic, write_point
+from ds_pretrain.core.redact import scrubbed
 
 LOCK = ".ship.lock"
+ARRIVED = "arrived_"  # how the names of markers begin
+IDLE_SECONDS = 1.0  # between looks for something new
+_SLOWEST_SECONDS = 60.0  # between tries
+_FIRST_WAIT_SECONDS, _SLOWEST_WAIT_SECONDS = 0.1, 4.0  # between looks whether other hosts are done
 _CLOSE_SECONDS = 5.0
+_REOPEN_AFTER = 5  # failures in a row: credentials may have been renewed
+_START = "from ds_pretrain.checkpoint.upload import main; main()"
 
 
 class Shipper:
-    """The leading rank's handle of its host's shipping process. Nothing here raises but the constructor."""
+    """The leading rank's handle of its host's upload process. Nothing here raises but the constructor."""
 
-    def __init__(
-        self, root: Path, place: str, host: int, num_hosts: int, keep: int, keep_every: Multiples | None
-    ) -> None:
-        """Raises InputError if checkpoints would be shipped to where they are."""
-        self._root = root
-        self._order = Order(str(root.absolute()), place, host, num_hosts, keep, keep_every)
+    def __init__(self, root: Path, place: str, host: int, keep: int, keep_every: Multiples | None) -> None:
+        """Raises InputError if checkpoints would be uploaded to where they are."""
+        self._rounds = Rounds(root.absolute(), place, host, keep, keep_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         if "://" not in place and Path(place).resolve() == root.resolve():
@@ -45,124 +63,353 @@ class Shipper:
             )
 
     def start(self) -> None:
-        """Start the process; it ships what an earlier one left, too."""
-        command = [sys.executable, "-m", "ds_pretrain.checkpoint.upload", self._order.to_json()]
+        """Start the process; it uploads what an earlier one left, too."""
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._rounds.root.mkdir(parents=True, exist_ok=True)
+            # An interpreter of its own: a child of `multiprocessing` would import the main module, and torch.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+                [sys.executable, "-c", _START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
+            assert self._process.stdin is not None
+            with self._process.stdin as orders:
+                pickle.dump((os.getpid(), self._rounds), orders)
         except OSError as error:
             say(f"the shipping process does not start: {error}; trying again after the next save")
 
-    def wake(self) -> None:
-        """Something was published: look now. A process that died is started again, until `close`."""
-        if self._is_closed:
-            return
-        if self._is_dead():
-            self._release()
+    def revive(self) -> None:
+        """Start the process again if it has died, until `close`; a live one looks by itself."""
+        if not self._is_closed and (self._process is None or self._process.poll() is not None):
             self.start()
-        elif self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._process.stdin.fileno(), b"\n")
 
-    def unshipped(self) -> list[int]:
-        """The steps of the checkpoints that are not whole at the other place yet, newest first.
-
-        Without those of which it was said that they cannot be shipped; none while the disk does not answer.
-        """
-        return self._awaited() or []
+    def unshipped(self) -> list[int] | None:
+        """The steps that are not whole at the other place yet, newest first; None if the disk is silent."""
+        try:
+            return [step_of(folder.name) or 0 for folder in unshipped(self._rounds.root)]
+        except OSError:
+            return None
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is unshipped, for so long at most; True if so."""
         deadline = time.monotonic() + seconds
-        if self._awaited() and self._is_dead():
-            self.wake()  # a live one looks by itself, as often as makes sense
-        while self._awaited() != []:
+        if self.unshipped():
+            self.revive()
+        while self.unshipped() != []:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.05)
         return True
 
-    def _awaited(self) -> list[int] | None:
-        """The steps that are worth waiting for; None if the disk does not answer."""
-        try:
-            return [step for folder in awaited(self._root) if (step := step_of(folder.name)) is not None]
-        except OSError:
-            return None
-
     def close(self) -> None:
-        """End the process, whatever it does. What is not shipped yet is shipped after the next start."""
+        """End the process, whatever it does. What is not uploaded yet is uploaded after the next start."""
         self._is_closed = True
-        self._release()
-
-    def _is_dead(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    def _release(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        try:
-            process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        if process is not None:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in a file system
+                process.wait(_CLOSE_SECONDS)
 
 
-def main(order: Order) -> None:
-    """Ship until standard input ends."""
-    wake = threading.Event()
-    _quiet()
-    threading.Thread(target=_follow, args=(sys.stdin.fileno(), os.getppid(), wake), daemon=True).start()
-    with (Path(order.root) / LOCK).open("w") as lock:
-        _alone(lock, order)
-        with contextlib.suppress(OSError):
-            hope_again(Path(order.root))
-        rounds = Rounds(order)
-        while True:
-            wake.clear()
-            wake.wait(rounds.round())
+def unshipped(root: Path) -> list[Path]:
+    """The published checkpoints here that are not whole at the other place, newest first."""
+    return [f for f in published(root) if (f / MANIFEST).is_file() and not is_shipped(f)]
 
 
-def _quiet() -> None:
-    """Keep this process out of the way of training, and libraries from writing what may hold a credential."""
+def main() -> None:
+    """Upload until the process that started this one ends; it sent its number and the orders by pickle."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, which still save then
     os.nice(10)
-    logging.basicConfig(handlers=[logging.NullHandler()])
+    logging.basicConfig(handlers=[logging.NullHandler()])  # libraries may log what holds a credential
     sys.excepthook = lambda kind, error, trace: say(f"shipping ends: {kind.__name__}: {error}")
     threading.excepthook = lambda args: say(f"in shipping: {args.exc_type.__name__}: {args.exc_value}")
+    parent, rounds = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    lock = FileLock(rounds.root / LOCK, str)
+    if not lock.try_take():
+        say(f"another process ships from {rounds.root}; waiting until it ends")
+        while not lock.try_take():
+            time.sleep(IDLE_SECONDS)
+    while True:
+        time.sleep(rounds.round())
 
 
-def _follow(descriptor: int, parent: int, wake: threading.Event) -> None:
-    """Pass on wake-ups; end this process when the parent does.
-
-    The input may stay open longer than the parent lives, in a process that it forked.
-    """
+def _end_with(parent: int) -> None:
+    """End this process, whatever it does, once its parent is another one: whatever ended that."""
     while os.getppid() == parent:
-        if select.select([descriptor], [], [], IDLE_SECONDS)[0]:
-            if not os.read(descriptor, 4096):
-                break
-            wake.set()
+        time.sleep(IDLE_SECONDS / 2)
     os._exit(0)
 
 
-def _alone(lock: IO[str], order: Order) -> None:
-    """Wait until no other process ships from this folder."""
-    said = False
-    while True:
+def say(text: str) -> None:
+    """One line, in one piece, without credentials: others write there too."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"ds_pretrain: {' '.join(scrubbed(text).split())}\n")
+        sys.stderr.flush()
+
+
+@dataclass
+class Rounds:
+    """What a host uploads, where to, and what is kept there; the rest only saves requests."""
+
+    root: Path
+    place: str
+    host: int
+    keep: int
+    keep_every: Multiples | None
+    failures: int = 0  # rounds in a row
+    waits: int = 0  # rounds in a row
+    remote: Remote | None = None
+    copied: set[tuple[str, str]] = field(default_factory=set)  # folder name and mark
+    broken: set[tuple[str, bytes | None]] = field(default_factory=set)  # folder name and manifest; not tried
+
+    def round(self) -> float:
+        """Upload what is to be uploaded, newest first; the seconds to rest before the next round."""
+        rest, waiting = 0.0, False
+        for folder in unshipped(self.root):
+            save = folder.name, manifest_text(folder)
+            if save in self.broken:
+                continue
+            try:
+                progress = ship(folder, self._opened(), self.host, self._tidy)
+            except NotAsListed as error:
+                self.broken.add(save)
+                say(
+                    f"the checkpoint of step {step_of(folder.name)} cannot be shipped to {self.place}: "
+                    f"{error}; it is in {folder}"
+                )
+                continue
+            except (OSError, RunError) as error:
+                rest = min(IDLE_SECONDS * 2.0 ** min(self.failures, 10), _SLOWEST_SECONDS)
+                say(
+                    f"the checkpoint of step {step_of(folder.name)} is not shipped to {self.place} yet: "
+                    f"{error}; trying again in {rest:g} seconds"
+                )
+                break
+            if progress is Progress.SHIPPED:
+                self.failures = self.waits = 0
+                return 0.0  # a newer one may have been published meanwhile
+            waiting = waiting or progress is Progress.WAITING
+        if self.host == 0:
+            self._copy_marks()
+        self.failures = self.failures + 1 if rest else 0
+        self.waits = self.waits + 1 if waiting else 0
+        if waiting and not rest:
+            return min(_FIRST_WAIT_SECONDS * 2.0 ** min(self.waits, 10), _SLOWEST_WAIT_SECONDS)
+        return rest or IDLE_SECONDS
+
+    def _opened(self) -> Remote:
+        if self.remote is None or (self.failures and self.failures % _REOPEN_AFTER == 0):
+            self.remote = open_remote(self.place)
+        return self.remote
+
+    def _tidy(self) -> None:
+        """Prune the place, on host 0, before anyone believes that nothing is left to do."""
+        if self.host == 0 and self.remote is not None:
+            try:
+                tidy(self.root, self.remote, self.keep, self.keep_every)
+            except OSError as error:
+                say(f"old checkpoints at {self.place} cannot be deleted: {error}; trying after the next one")
+
+    def _copy_marks(self) -> None:
+        """Copy what was marked here after it was uploaded."""
+        new = [
+            (folder, mark)
+            for folder in published(self.root)
+            for mark in (CALM, PINNED)
+            if (folder.name, mark) not in self.copied and (folder / mark).exists() and is_shipped(folder)
+        ]
+        if not new:
+            return
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not said:
-                say(f"another process ships from {order.root}; waiting until it ends")
-            said = True
-            time.sleep(IDLE_SECONDS)
+            remote = self._opened()
+            for folder, mark in new:
+                step = step_of(folder.name) or 0
+                if remote.size(step, MANIFEST) is not None and remote.size(step, mark) is None:
+                    remote.write(step, mark, (folder / mark).read_bytes())
+                self.copied.add((folder.name, mark))
+        except (OSError, RunError) as error:
+            say(f"the marks of checkpoints are not at {self.place} yet: {error}; trying again")
 
 
-if __name__ == "__main__":
-    main(Order.from_json(sys.argv[1]))
+class Progress(Enum):
+    """How far a checkpoint is on its way."""
+
+    SHIPPED = "it is whole at the other place, or a later save of this step is"
+    WAITING = "other hosts, or the host that writes the manifest, are not done"
+    GONE = "the folder was pruned, set aside or replaced meanwhile"
+
+
+class NotAsListed(Exception):
+    """A checkpoint here is not what its manifest says: no later try can upload it."""
+
+
+def ship(folder: Path, remote: Remote, host: int, whole: Callable[[], None] = lambda: None) -> Progress:
+    """Take one published checkpoint as far as this host can now; never waits for others.
+
+    `whole` is called once it is whole at the place, before it is marked so here.
+
+    Raises:
+        OSError: the store, or the disk here.
+        NotAsListed: the checkpoint here is broken.
+    """
+    write_point("ship begin")
+    text = manifest_text(folder)
+    if text is None:
+        return Progress.GONE
+    try:
+        return _ship(folder, remote, host, text, whole)
+    except Exception:
+        if manifest_text(folder) != text:
+            return Progress.GONE
+        raise
+
+
+def _ship(folder: Path, remote: Remote, host: int, text: bytes, whole: Callable[[], None]) -> Progress:
+    try:
+        manifest = parse_manifest(text.decode())
+    except ValueError as error:
+        raise NotAsListed(f"its manifest cannot be read: {error}") from None
+    step = manifest.step
+    if step != step_of(folder.name):
+        raise NotAsListed(f"its manifest is of step {step:,}")
+    markers = _markers(remote, step)  # first: they are taken back once the manifest is there
+    there = remote.read(step, MANIFEST)
+    is_later = there is not None and _made(there) > (manifest.attempt, manifest.created)
+    if there != text and not is_later:
+        if there is not None:
+            remote.remove(step, MANIFEST)  # of an earlier save of this step: its files are about to change
+        _deliver(folder, remote, host, manifest, text, markers)
+        if host != 0 or not manifest.files.keys() <= _arrived(_markers(remote, step), text):
+            return Progress.WAITING
+        _publish(remote, step, text)
+    whole()
+    _mark(folder, manifest, text, remote.place)
+    write_point("ship forget")
+    remote.remove(step, marker(host))
+    return Progress.SHIPPED
+
+
+def _deliver(
+    folder: Path,
+    remote: Remote,
+    host: int,
+    manifest: Manifest,
+    text: bytes,
+    markers: Mapping[str, list[str]],
+) -> None:
+    """Upload what is held here and was not delivered by whatever host; then say that it has arrived."""
+    step, arrived = manifest.step, _arrived(markers, text)
+    held = [name for name in manifest.files if (folder / name).exists()]
+    lacking = [name for name in held if name not in arrived]
+    for name, (save, *files) in markers.items():
+        if save != manifest_sum(text) and not set(files).isdisjoint(lacking):
+            remote.remove(step, name)  # it will not be true any more
+    for name in lacking:
+        _upload(folder / name, remote, step, name, manifest.files[name])
+    save, *known = markers.get(marker(host), [""])
+    known = known if save == manifest_sum(text) else []  # of whatever host had this number
+    if save != manifest_sum(text) or not set(known).issuperset(held):
+        write_point("ship arrived")
+        told = [manifest_sum(text), *sorted({*known, *held})]
+        remote.write(step, marker(host), "\n".join(told).encode())
+
+
+def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) -> None:
+    if remote.size(step, name) == entry.bytes and remote.entry(step, name) == entry:
+        return
+    # Before the upload: another host may hold this file too, and have delivered it meanwhile.
+    if checksum(path) != entry.sha256:
+        raise NotAsListed(f"{path} is not what its manifest says; the disk here may be failing")
+    write_point("ship file")
+    if remote.put(path, step, name) != entry and remote.put(path, step, name) != entry:
+        raise OSError(f"{remote.place}: {name} of step {step} arrived damaged twice")
+
+
+def marker(host: int) -> str:
+    """The name of a host's marker at the place: a save, by its manifest's sum, and its files that arrived."""
+    return f"{ARRIVED}{host:05d}"
+
+
+def _markers(remote: Remote, step: int) -> dict[str, list[str]]:
+    """The lines of all markers of a step, by their names; one that a kill cut short names less."""
+    names = [name for name in remote.names(step) if name.startswith(ARRIVED)]
+    return {name: (remote.read(step, name) or b"").decode(errors="replace").split("\n") for name in names}
+
+
+def _arrived(markers: Mapping[str, list[str]], text: bytes) -> set[str]:
+    """The files that have arrived of the save with this manifest, whoever brought them."""
+    return {file for save, *files in markers.values() if save == manifest_sum(text) for file in files}
+
+
+def _publish(remote: Remote, step: int, text: bytes) -> None:
+    """Write the manifest at the place, once nothing is beside the files but the markers of other hosts."""
+    for name in remote.unfinished(step):
+        if name.startswith(f".{marker(0)}") or not name.startswith(f".{ARRIVED}"):  # others write theirs now
+            remote.remove(step, name)
+    write_point("ship manifest")
+    remote.write(step, MANIFEST, text)
+    if remote.read(step, MANIFEST) != text:
+        raise OSError(f"{remote.place}: the manifest of step {step} reads back as something else")
+
+
+def _mark(folder: Path, manifest: Manifest, text: bytes, place: str) -> None:
+    """Write down here that this checkpoint need not be kept here."""
+    files = [folder / name for name in manifest.files]
+    seconds = time.time() - (folder / MANIFEST).stat().st_mtime
+    mark = {
+        "manifest": manifest_sum(text),
+        "place": place,
+        "bytes": sum(path.stat().st_size for path in files if path.exists()),
+        "seconds": round(max(seconds, 0.0), 3),  # from publication to arrival
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_point("ship mark")
+    write_atomic(folder / SHIPPED, json.dumps(mark))
+
+
+def tidy(root: Path, remote: Remote, keep: int, keep_every: Multiples | None) -> None:
+    """Prune the place by the rule that holds here, and what can never become whole. On host 0."""
+    here = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
+    there = remote.steps()
+
+    def marked(step: int, mark: str) -> bool:
+        return (step in here and (here[step] / mark).exists()) or remote.size(step, mark) is not None
+
+    old = doomed(there, keep=keep, keep_every=keep_every, protected=())
+    # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
+    abandoned = doomed(there, keep=2 * keep, keep_every=keep_every, protected=())
+    calm = next((step for step in there if marked(step, CALM)), None) if old else None
+    for step in old:
+        if step == calm or marked(step, PINNED):
+            continue
+        unseen = [name for name in remote.names(step) if name.startswith(ARRIVED) and name != marker(0)]
+        if step in abandoned or not unseen:
+            write_point("ship prune")
+            remote.delete(step)
+    on_their_way = {step_of(folder.name) for folder in unshipped(root)}
+    for step in remote.folders():
+        if there and step < there[0] and step not in there and step not in on_their_way:
+            remote.delete(step)
+
+
+def manifest_text(folder: Path) -> bytes | None:
+    """The bytes of the manifest here; None if there is none."""
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _made(text: bytes) -> tuple[int, str]:
+    """At which start of the run a manifest was made, and when in that; that of none is older than any.
+
+    A clock may go back between two starts; their number does not.
+    """
+    try:
+        manifest = parse_manifest(text.decode())
+        return manifest.attempt, manifest.created
+    except ValueError:
+        return (0, "")

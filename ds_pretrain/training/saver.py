@@ -9,13 +9,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import isfinite
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
+from types import TracebackType
+from typing import Self
 
 from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, published, step_name, step_of
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
 from ds_pretrain.checkpoint.save import Outcome, Saves
 from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
 from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
+from ds_pretrain.checkpoint.upload import Shipper
 from ds_pretrain.config.deepspeed import zero_stage
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
@@ -28,11 +31,61 @@ from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.curriculum import model_text
 from ds_pretrain.training.record import RunRecord, note_saved
 from ds_pretrain.training.save_costs import Costs
-from ds_pretrain.training.uploads import STOP_PATIENCE_SECONDS, Shipping
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
 RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
+PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
+STOP_PATIENCE_SECONDS = 10.0  # at a stop: whoever asked for it may not wait long
+_POLL_SECONDS = 2.0  # how long other ranks wait in one collective
+
+
+class Shipping:
+    """What one start ships, on every rank; a host's leader has a process for it. Opening is collective."""
+
+    def __init__(self, plan: Plan, places: Places, world: World, tell: Callable[[str], None]) -> None:
+        self._plan, self._places, self._world, self._tell = plan, places, world, tell
+        self.is_on = plan.ship_to is not None
+        self._shipper: Shipper | None = None
+        leads = gather_objects(world, places.leads(world))
+        if plan.ship_to is not None and leads[world.rank]:
+            host, keep = sum(leads[: world.rank]), plan.run.checkpoint.keep
+            self._shipper = Shipper(places.root, plan.ship_to, host, keep, plan.keep_every)
+
+    def __enter__(self) -> Self:
+        if self._shipper is not None:
+            self._shipper.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shipper is not None:
+            self._shipper.close()
+
+    def revive(self) -> None:
+        """Make sure that something ships what was published on this host."""
+        if self._shipper is not None:
+            self._shipper.revive()
+
+    def finish(self, patience_seconds: float) -> None:
+        """Wait until every checkpoint is shipped, or so long; then say what is not. Collective."""
+        if not self.is_on:
+            return
+        deadline = monotonic() + patience_seconds
+        while True:
+            rest = min(_POLL_SECONDS, deadline - monotonic())
+            done = self._shipper is None or self._shipper.wait(max(0.0, rest)) or rest <= 0
+            if all(gather_objects(self._world, done)):
+                break
+        left = (platform.node(), self._places.root, self._shipper and self._shipper.unshipped())
+        for node, root, steps in gather_objects(self._world, left):
+            if steps:
+                listed = ", ".join(f"{step:,}" for step in steps[::-1])
+                self._tell(
+                    f"not shipped to {self._plan.ship_to} yet: steps {listed}; they are in {root} on {node}, "
+                    "and the next start ships them"
+                )
 
 
 class Saver:
@@ -229,7 +282,7 @@ class Saver:
             except (OSError, InputError) as error:  # the checkpoint is there all the same
                 self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
             shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
-        self._shipping.wake()
+        self._shipping.revive()
         self._prune()
 
     def _prune(self) -> None:

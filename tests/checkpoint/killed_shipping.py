@@ -1,24 +1,23 @@
-"""Ships, and is killed at its nth write point: python -m tests.checkpoint.killed_shipping ORDER NTH."""
+"""Ships, and is killed at its nth write point: python -m tests.checkpoint.killed_shipping ROOT PLACE NTH."""
 
 import itertools
-import json
 import os
 import signal
 import sys
+from pathlib import Path
 
-from ds_pretrain.checkpoint import remote, shipment
-from ds_pretrain.checkpoint.rounds import Order, Rounds
+from ds_pretrain.checkpoint import remote, upload
 
 
 def main() -> None:
-    nth, counted = int(sys.argv[2]), itertools.count()
+    nth, counted = int(sys.argv[3]), itertools.count()
 
     def write_point(name: str) -> None:
         if next(counted) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    remote.write_point = shipment.write_point = write_point  # type: ignore[attr-defined]
-    rounds = Rounds(Order(**json.loads(sys.argv[1])))
+    remote.write_point = upload.write_point = write_point  # type: ignore[attr-defined]
+    rounds = upload.Rounds(Path(sys.argv[1]), sys.argv[2], 0, 1, None)
     while rounds.round() == 0:
         pass
 

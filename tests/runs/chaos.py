@@ -23,7 +23,7 @@ from tests.runs.golden import run_rank
 
 PACKAGE = Path(convert.__file__).parents[1]
 # These pass their write points in a process of their own, which does not train.
-SHIPPING_MODULES = {"ds_pretrain.checkpoint.shipment", "ds_pretrain.checkpoint.remote"}
+SHIPPING_MODULES = {"ds_pretrain.checkpoint.upload", "ds_pretrain.checkpoint.remote"}
 
 
 @dataclass(frozen=True)
