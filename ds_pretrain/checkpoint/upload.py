@@ -313,8 +313,8 @@ def _deliver(
     known = known if save == manifest_sum(text) else []  # of whatever host had this number
     if save != manifest_sum(text) or not set(known).issuperset(held):
         write_point("ship arrived")
-        told = [manifest_sum(text), *sorted({*known, *held})]
-        remote.write(step, marker(host), "\n".join(told).encode())
+        lines = [manifest_sum(text), *sorted({*known, *held})]
+        remote.write(step, marker(host), "".join(f"{line}\n" for line in lines).encode())
 
 
 def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) -> None:
@@ -336,7 +336,8 @@ def marker(host: int) -> str:
 def _markers(remote: Remote, step: int) -> dict[str, list[str]]:
     """The lines of all markers of a step, by their names; one that a kill cut short names less."""
     names = [name for name in remote.names(step) if name.startswith(ARRIVED)]
-    return {name: (remote.read(step, name) or b"").decode(errors="replace").split("\n") for name in names}
+    texts = {name: (remote.read(step, name) or b"").decode(errors="replace") for name in names}
+    return {name: text.split("\n")[:-1] or [""] for name, text in texts.items()}
 
 
 def _arrived(markers: Mapping[str, list[str]], text: bytes) -> set[str]:

@@ -3,7 +3,6 @@
 import hashlib
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,7 @@ from ds_pretrain.checkpoint.manifest import FileEntry
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.redact import scrubbed
-from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, int]]:
-    with s3_server() as address:
-        yield address
-
-
-@pytest.fixture(params=["folder", "s3"])
-def place(
-    request: pytest.FixtureRequest, server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    use_s3(monkeypatch, *server, tmp_path)
-    return str(tmp_path / "vault") if request.param == "folder" else f"s3://{BUCKET}/{tmp_path.name}"
+from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
 
 
 def _summed(content: bytes) -> FileEntry:

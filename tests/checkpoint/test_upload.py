@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,32 +24,18 @@ from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, is_shipped, 
 from ds_pretrain.checkpoint.upload import NotAsListed, Progress, Rounds, Shipper, marker, ship, unshipped
 from ds_pretrain.config.spans import Multiples
 from ds_pretrain.core.errors import InputError
-from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, s3_server, use_s3
+from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
 from tests.checkpoint.test_manifest import MANIFEST
 
 PATIENCE_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, int]]:
-    with s3_server() as address:
-        yield address
-
-
-@pytest.fixture(params=["folder", "s3"])
-def place(
-    request: pytest.FixtureRequest, server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    use_s3(monkeypatch, *server, tmp_path)
-    return str(tmp_path / "vault") if request.param == "folder" else f"s3://{BUCKET}/{tmp_path.name}"
+NAMES = ("rng/rank_00000.pt", "rng/rank_00001.pt", "run_state.json")
+AGAIN = {"salt": "again", "created": "2026-01-02T00:00:00+00:00"}  # of a later save of the same step
+HOLDS = ((NAMES[0], NAMES[2]), (NAMES[1],))  # what each of two hosts has
 
 
 @pytest.fixture
 def folder_place(tmp_path: Path) -> str:
     return str(tmp_path / "vault")
-
-
-NAMES = ("rng/rank_00000.pt", "rng/rank_00001.pt", "run_state.json")
 
 
 def _files(step: int, salt: str = "") -> dict[str, bytes]:
@@ -60,7 +48,7 @@ def _publish(
     *,
     salt: str = "",
     created: str = "2026-01-01T00:00:00+00:00",
-    held: Callable[[str], bool] = lambda name: True,
+    held: Collection[str] = NAMES,
 ) -> Path:
     """A published checkpoint of which this host holds some files, and the manifest all."""
     files = _files(step, salt)
@@ -68,11 +56,21 @@ def _publish(
     manifest = replace(MANIFEST, step=step, created=created, files=entries)
     folder = root / step_name(step)
     for name, content in files.items():
-        if held(name):
+        if name in held:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
     (folder / "manifest.json").write_text(manifest.to_json())
     return folder
+
+
+def _wait_for_message(part: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """All that processes have said once this is part of it."""
+    told, deadline = "", time.monotonic() + PATIENCE_SECONDS
+    while part not in told:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+        told += capfd.readouterr().err
+    return told
 
 
 def _rounds(root: Path, place: str, host: int = 0, keep: int = 10) -> Rounds:
@@ -95,11 +93,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _hosts(tmp_path: Path, *names: str, salt: str = "") -> list[Path]:
     """The folders of hosts each of which holds the file that is named of step 10."""
-
-    def only(name: str) -> Callable[[str], bool]:
-        return lambda found: found == name
-
-    return [_publish(tmp_path / f"of {name[-12:]}", 10, held=only(name), salt=salt) for name in names]
+    return [_publish(tmp_path / f"of {name[-12:]}", 10, held=[name], salt=salt) for name in names]
 
 
 def _flip(path: Path) -> Path:
@@ -121,6 +115,13 @@ def _problem(remote: Remote, step: int) -> str | None:
         if remote.entry(step, name) != entry:
             return f"{name} is wrong"
     return None
+
+
+def _failing(text: str) -> Callable[..., Any]:
+    def fail(*args: object) -> None:
+        raise OSError(text)
+
+    return fail
 
 
 def _wait_for(true: Callable[[], object], what: str) -> None:
@@ -172,7 +173,7 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
         _publish(root, 10)
         if nth % 2 == 0:  # half of the time over an earlier save of the same step
             _until_idle(_rounds(root, there, keep=1))
-            _publish(root, 10, salt="again", created="2026-01-02T00:00:00+00:00")
+            _publish(root, 10, **AGAIN)
         _publish(root, 20)
         command = [sys.executable, "-m", "tests.checkpoint.killed_shipping", str(root), there, str(nth)]
         done = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
@@ -196,31 +197,22 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
     assert nth >= (20 if remote._is_local else 14)  # two checkpoints of three files, and one deleted there
 
 
-def test_a_step_saved_again_replaces_the_one_that_is_there(place: str, tmp_path: Path) -> None:
-    rounds, remote = _rounds(tmp_path / "here", place), open_remote(place)
+def test_a_step_saved_again_replaces_the_one_there_whose_manifest_goes_before_its_files_change(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, remote, steps = _rounds(tmp_path / "here", place), open_remote(place), []
     folder = _publish(tmp_path / "here", 10)
     _until_idle(rounds)
-    _publish(tmp_path / "here", 10, salt="again", created="2026-01-02T00:00:00+00:00")
+    _publish(tmp_path / "here", 10, **AGAIN)
     assert not is_shipped(folder)  # the mark is of the save before
-    _until_idle(rounds)
-    assert is_shipped(folder)
-    assert remote.read(10, "run_state.json") == _files(10, "again")["run_state.json"]
-    assert _problem(remote, 10) is None
-
-
-def test_the_manifest_of_an_earlier_save_goes_before_its_files_change(
-    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds, remote = _rounds(tmp_path / "here", folder_place), open_remote(folder_place)
-    _publish(tmp_path / "here", 10)
-    _until_idle(rounds)
-    _publish(tmp_path / "here", 10, salt="again", created="2026-01-02T00:00:00+00:00")
-    steps = []
     monkeypatch.setattr(
         upload, "write_point", lambda name: steps.append(remote.steps()) if name == "ship file" else None
     )
     _until_idle(rounds)
     assert steps == [[], [], []]
+    assert is_shipped(folder)
+    assert remote.read(10, "run_state.json") == _files(10, "again")["run_state.json"]
+    assert _problem(remote, 10) is None
 
 
 def test_an_old_save_that_was_left_here_never_replaces_a_later_one_there(
@@ -280,49 +272,25 @@ def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_t
     assert ship(folder, remote, 0) is Progress.SHIPPED
 
 
-def test_a_checkpoint_that_goes_away_meanwhile_is_no_error(
-    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("point", ["ship begin", "ship file", "ship arrived", "ship manifest", "ship mark"])
+def test_a_checkpoint_that_goes_away_or_is_replaced_meanwhile_is_no_error_and_not_taken_for_shipped(
+    point: str, folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = open_remote(folder_place)
-    for step, point in enumerate(
-        ("ship begin", "ship file", "ship arrived", "ship manifest", "ship mark"), 1
-    ):
-        folder = _publish(tmp_path / "here", step)
+    remote, folder = open_remote(folder_place), _publish(tmp_path / "here", 10)
 
-        def set_aside(name: str, folder: Path = folder, point: str = point) -> None:
-            if name == point and folder.exists():
-                folder.rename(folder.with_name(f"{folder.name}.broken"))
+    def at_point(act: Callable[[], object]) -> Progress:
+        with monkeypatch.context() as patch:
+            patch.setattr(upload, "write_point", lambda name: act() if name == point else None)
+            return ship(folder, remote, 0)
 
-        monkeypatch.setattr(upload, "write_point", set_aside)
-        assert ship(folder, remote, 0) is Progress.GONE, point
-        assert not folder.exists()
-    assert ship(tmp_path / "here" / step_name(99), remote, 0) is Progress.GONE
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_is_not_taken_for_shipped(
-    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = open_remote(folder_place)
-    for step, point in enumerate(("ship file", "ship arrived", "ship manifest", "ship mark"), 1):
-        folder = _publish(tmp_path / "here", step)
-
-        def replace_it(name: str, step: int = step, point: str = point) -> None:
-            if name == point:
-                _publish(tmp_path / "here", step, salt="again", created="2026-01-02T00:00:00+00:00")
-
-        monkeypatch.setattr(upload, "write_point", replace_it)
-        ship(folder, remote, 0)
-        monkeypatch.setattr(upload, "write_point", lambda name: None)
-        assert not is_shipped(folder), point
-        assert ship(folder, remote, 0) is Progress.SHIPPED
-        assert remote.read(step, "run_state.json") == _files(step, "again")["run_state.json"]
-        assert _problem(remote, step) is None
-
-
-HOLDS: Mapping[int, Callable[[str], bool]] = {
-    0: lambda name: name != "rng/rank_00001.pt",
-    1: lambda name: name == "rng/rank_00001.pt",
-}
+    assert at_point(lambda: folder.rename(tmp_path / "aside")) is Progress.GONE
+    assert ship(folder, remote, 0) is Progress.GONE
+    folder = _publish(tmp_path / "here", 20)
+    at_point(lambda: _publish(tmp_path / "here", 20, **AGAIN))
+    assert is_shipped(folder) == (point == "ship begin")  # that one shipped the later save
+    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert remote.read(20, "run_state.json") == _files(20, "again")["run_state.json"]
+    assert _problem(remote, 20) is None
 
 
 @pytest.mark.parametrize(("place", "first"), [("folder", 0), ("s3", 1)], indirect=["place"])
@@ -333,16 +301,13 @@ def test_two_hosts_ship_what_each_holds_and_the_manifest_comes_after_both(
     roots = [tmp_path / f"host{host}" for host in (0, 1)]
     folders = [_publish(root, 10, held=HOLDS[host]) for host, root in enumerate(roots)]
     shippers = [Shipper(root, place, host, 10, None) for host, root in enumerate(roots)]
-    try:
+    with closing(shippers[0]), closing(shippers[1]):
         shippers[first].start()
         _wait_for(lambda: remote.read(10, marker(first)), "the first host's files")
         assert not shippers[first].wait(1.5)
         assert (remote.steps(), shippers[first].unshipped()) == ([], [10])
         shippers[1 - first].start()
         assert all(shipper.wait(PATIENCE_SECONDS) for shipper in shippers)
-    finally:
-        for shipper in shippers:
-            shipper.close()
     assert _problem(remote, 10) is None
     assert all(map(is_shipped, folders))
 
@@ -355,11 +320,10 @@ def test_a_word_that_files_have_arrived_counts_for_its_own_save_only(
     for host, root in enumerate(roots):
         _publish(root, 10, held=HOLDS[host])
     assert ship(roots[1] / step_name(10), remote, 1) is Progress.WAITING
-    again = {"salt": "again", "created": "2026-01-02T00:00:00+00:00"}
-    _publish(roots[0], 10, held=HOLDS[0], **again)
+    _publish(roots[0], 10, held=HOLDS[0], **AGAIN)
     assert ship(roots[0] / step_name(10), remote, 0) is Progress.WAITING
     assert remote.steps() == []
-    _publish(roots[1], 10, held=HOLDS[1], **again)
+    _publish(roots[1], 10, held=HOLDS[1], **AGAIN)
     assert ship(roots[1] / step_name(10), remote, 1) is Progress.WAITING
     assert ship(roots[0] / step_name(10), remote, 0) is Progress.SHIPPED
     assert ship(roots[1] / step_name(10), remote, 1) is Progress.SHIPPED
@@ -467,10 +431,7 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
 ) -> None:
     for step in (10, 20):
         _publish(tmp_path / "here", step)
-
-    def refuse(*args: object) -> Progress:
-        raise OSError("vault: the line is dead")
-
+    refuse = _failing("vault: the line is dead")
     monkeypatch.setattr(upload, "ship", refuse)
     rounds = _rounds(tmp_path / "here", folder_place)
     assert [rounds.round() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
@@ -490,11 +451,7 @@ def test_after_several_failures_the_place_is_opened_anew_with_credentials_that_m
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-
-    def refuse(*args: object) -> Progress:
-        raise OSError("vault: the token has expired")
-
-    monkeypatch.setattr(upload, "ship", refuse)
+    monkeypatch.setattr(upload, "ship", _failing("vault: the token has expired"))
     monkeypatch.setattr(upload, "open_remote", lambda place: (opened.append(1), open_remote(place))[1])
     _publish(tmp_path / "here", 10)
     rounds = _rounds(tmp_path / "here", folder_place)
@@ -505,10 +462,7 @@ def test_after_several_failures_the_place_is_opened_anew_with_credentials_that_m
 def test_old_copies_that_cannot_be_deleted_are_told_and_shipping_goes_on(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError("vault: not allowed")
-
-    monkeypatch.setattr(Remote, "delete", refuse)
+    monkeypatch.setattr(Remote, "delete", _failing("vault: not allowed"))
     for step in (10, 20):
         _publish(tmp_path / "here", step)
     _until_idle(_rounds(tmp_path / "here", folder_place, keep=1))
@@ -532,24 +486,13 @@ def test_a_connection_cut_in_an_upload_leaves_no_checkpoint_and_is_gone_on_with_
     remote = open_remote(place)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way.port}")
     _publish(tmp_path / "here", 10)
-    shipper = Shipper(tmp_path / "here", place, 0, 10, None)
-    told = ""
-    try:
+    with closing(way), closing(Shipper(tmp_path / "here", place, 0, 10, None)) as shipper:
         shipper.start()
-
-        def is_told() -> bool:
-            nonlocal told
-            told += capfd.readouterr().err
-            assert (remote.steps(), remote.names(10).count(marker(0))) == ([], 0)
-            return "trying again" in told
-
-        _wait_for(is_told, "a message")
+        told = _wait_for_message("trying again", capfd)
+        assert (remote.steps(), remote.names(10).count(marker(0))) == ([], 0)
         assert way.num_breaks > 0
         way.breaks_after = None
         assert shipper.wait(PATIENCE_SECONDS)
-    finally:
-        shipper.close()
-        way.close()
     assert _problem(remote, 10) is None
     assert f"the checkpoint of step 10 is not shipped to {place} yet: {place}: cannot upload " in told
     assert SECRET not in told
@@ -562,19 +505,9 @@ def test_no_message_of_the_process_shows_a_credential(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # nobody listens
     monkeypatch.setenv("MY_PASSWORD", "127.0.0.1:1")  # a value that the library's own message holds
     _publish(tmp_path / "here", 10)
-    shipper = Shipper(tmp_path / "here", f"s3://{BUCKET}/x", 0, 10, None)
-    told = ""
-
-    def is_told() -> bool:
-        nonlocal told
-        told += capfd.readouterr().err
-        return "trying again" in told
-
-    try:
+    with closing(Shipper(tmp_path / "here", f"s3://{BUCKET}/x", 0, 10, None)) as shipper:
         shipper.start()
-        _wait_for(is_told, "a message")
-    finally:
-        shipper.close()
+        told = _wait_for_message("trying again", capfd)
     assert "http://[hidden]/" in told, told
     for secret in ("127.0.0.1:1", SECRET, "AKIAIO"):
         assert secret not in told
@@ -585,7 +518,6 @@ def test_not_even_an_error_that_nobody_foresaw_shows_a_credential_or_a_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_PASSWORD", "open sesame")
-
     orders = pickle.dumps((os.getpid(), _rounds(tmp_path / "open sesame", "nowhere")))
     command = [sys.executable, "-c", upload._START]
     done = subprocess.run(command, input=orders, capture_output=True, check=False)
@@ -600,26 +532,22 @@ def test_one_process_at_a_time_ships_from_a_folder(
     folder_place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (Shipper(tmp_path / "here", folder_place, 0, 10, None) for _ in range(2))
-    try:
+    with closing(first), closing(second):
         first.start()
         _publish(tmp_path / "here", 10)
         assert first.wait(PATIENCE_SECONDS)
         second.start()
         said = f"ds_pretrain: another process ships from {tmp_path / 'here'}; waiting until it ends\n"
-        _wait_for(lambda: said in capfd.readouterr().err, "a message")
+        assert _wait_for_message(said, capfd) == said
         first.close()
         _publish(tmp_path / "here", 20)
         assert second.wait(PATIENCE_SECONDS)
-    finally:
-        first.close()
-        second.close()
 
 
 def test_signals_for_the_ranks_do_not_end_it_and_a_killed_one_is_started_again(
     folder_place: str, tmp_path: Path
 ) -> None:
-    shipper = Shipper(tmp_path / "here", folder_place, 0, 10, None)
-    try:
+    with closing(Shipper(tmp_path / "here", folder_place, 0, 10, None)) as shipper:
         shipper.start()
         _publish(tmp_path / "here", 10)
         assert shipper.wait(PATIENCE_SECONDS)
@@ -635,8 +563,6 @@ def test_signals_for_the_ranks_do_not_end_it_and_a_killed_one_is_started_again(
         child.wait()
         _publish(tmp_path / "here", 30)
         assert shipper.wait(PATIENCE_SECONDS)
-    finally:
-        shipper.close()
     assert shipper._process is None
     assert open_remote(folder_place).steps() == [30, 20, 10]
     assert shipper.wait(0)
@@ -708,39 +634,21 @@ def test_hosts_that_start_again_in_another_order_finish(
         assert ship(folder, remote, host) is Progress.WAITING
     assert ship(c, remote, 0) is Progress.SHIPPED
     assert _problem(remote, 10) is None
-    assert sent == [NAMES[0], NAMES[1], NAMES[2]]  # each once
+    assert sent == list(NAMES)  # each once
 
 
 def test_a_host_adds_to_the_word_of_the_one_that_had_its_number(
-    folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b, c = _hosts(tmp_path, *NAMES)
-    remote, entry = open_remote(folder_place), Remote.entry
-    ship(a, remote, 0)
-    ship(b, remote, 1)
-    read: list[str] = []
-
-    def watched(self: Remote, step: int, name: str) -> FileEntry | None:
-        read.append(name)
-        return entry(self, step, name)
-
-    monkeypatch.setattr(Remote, "entry", watched)
-    assert ship(b, remote, 0) is Progress.WAITING
-    assert ship(b, remote, 0) is Progress.WAITING
-    assert read == []  # it was read back when it arrived
-    ship(c, remote, 1)
-    assert ship(b, remote, 0) is Progress.SHIPPED  # without another look of the host that has the first
-    assert _problem(remote, 10) is None
-
-
-def test_a_host_that_holds_nothing_of_a_checkpoint_does_not_hold_it_back(
-    folder_place: str, tmp_path: Path
+    folder_place: str, tmp_path: Path, sent: list[str]
 ) -> None:
     a, b, c = _hosts(tmp_path, *NAMES)
     remote = open_remote(folder_place)
-    assert [ship(folder, remote, host) for host, folder in ((1, b), (2, c))] == [Progress.WAITING] * 2
-    assert ship(a, remote, 0) is Progress.SHIPPED
+    ship(a, remote, 0)
+    ship(b, remote, 1)
+    assert ship(b, remote, 0) is Progress.WAITING
+    ship(c, remote, 1)
+    assert ship(b, remote, 0) is Progress.SHIPPED  # without another look of the host that has the first
     assert _problem(remote, 10) is None
+    assert sent == list(NAMES)
 
 
 def test_words_of_hosts_that_are_no_more_do_not_keep_an_old_checkpoint_there(
@@ -872,15 +780,18 @@ def test_a_file_that_no_host_has_holds_up_no_other_checkpoint_until_a_host_bring
     assert sorted(remote.names(10)) == ["manifest.json", "rng", "run_state.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\n", b"another save\nrun_state.json"])
-def test_a_marker_that_a_kill_cut_short_says_nothing(
-    content: bytes, folder_place: str, tmp_path: Path
+@pytest.mark.parametrize("end", [0, 40, 64, 65, -2])
+def test_a_marker_that_a_kill_cut_short_counts_for_what_it_names(
+    end: int, folder_place: str, tmp_path: Path
 ) -> None:
-    remote, folder = open_remote(folder_place), _publish(tmp_path / "here", 10)
-    for host in (0, 1):
-        remote.write(10, marker(host), content)
-    assert ship(folder, remote, 0) is Progress.SHIPPED
-    assert _problem(remote, 10) is None
+    remote, (first, second) = open_remote(folder_place), _hosts(tmp_path, NAMES[0], NAMES[2])
+    _publish(second.parent, 10, held=NAMES[1:])
+    ship(first, remote, 1)
+    whole = remote.read(10, marker(1)) or b""
+    remote.write(10, marker(1), whole[:end])
+    assert ship(second, remote, 0) is Progress.WAITING
+    ship(first, remote, 1)
+    assert ship(second, remote, 0) is Progress.SHIPPED
 
 
 def test_what_killed_uploads_left_is_gone_before_the_manifest_is_there(
@@ -907,12 +818,8 @@ def test_marks_that_cannot_be_copied_are_told_and_tried_again(
     rounds = _rounds(tmp_path / "here", folder_place)
     _until_idle(rounds)
     (folder / "pinned").touch()
-
-    def refuse(*args: object) -> None:
-        raise OSError("vault: not allowed")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Remote, "write", refuse)
+        patch.setattr(Remote, "write", _failing("vault: not allowed"))
         rounds.round()
     assert capsys.readouterr().err == (
         f"ds_pretrain: the marks of checkpoints are not at {folder_place} yet: vault: not allowed; trying "
@@ -925,11 +832,8 @@ def test_marks_that_cannot_be_copied_are_told_and_tried_again(
 def test_a_disk_that_does_not_answer_raises_nothing_in_the_rank_that_trains(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(root: Path) -> list[Path]:
-        raise OSError(5, "Input/output error")
-
     shipper = Shipper(tmp_path / "here", folder_place, 0, 5, None)
-    monkeypatch.setattr(upload, "published", fails)
+    monkeypatch.setattr(upload, "published", _failing("Input/output error"))
     assert shipper.unshipped() is None
     assert not shipper.wait(0)  # nobody knows
     monkeypatch.undo()
@@ -939,12 +843,9 @@ def test_a_disk_that_does_not_answer_raises_nothing_in_the_rank_that_trains(
 def test_no_process_is_started_after_the_end(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a process was started")
-
     shipper = Shipper(tmp_path / "here", folder_place, 0, 5, None)
     shipper.close()
-    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr(Shipper, "start", _failing("a process was started"))
     shipper.revive()
     _publish(tmp_path / "here", 10)
     assert not shipper.wait(0)
