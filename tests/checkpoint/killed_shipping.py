@@ -1,4 +1,7 @@
-"""Ships, and is killed at its nth write point: python -m tests.checkpoint.killed_shipping ROOT PLACE NTH."""
+"""Ships, and is killed at a write point, by name or by number.
+
+python -m tests.checkpoint.killed_shipping ROOT PLACE POINT
+"""
 
 import itertools
 import os
@@ -10,10 +13,10 @@ from ds_pretrain.checkpoint import remote, upload
 
 
 def main() -> None:
-    nth, counted = int(sys.argv[3]), itertools.count()
+    counted = itertools.count()
 
     def write_point(name: str) -> None:
-        if next(counted) == nth:
+        if sys.argv[3] in (name, str(next(counted))):
             os.kill(os.getpid(), signal.SIGKILL)
 
     remote.write_point = upload.write_point = write_point  # type: ignore[attr-defined]

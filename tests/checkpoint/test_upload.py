@@ -1,7 +1,6 @@
 """Shipping is whole or not at all, goes on after anything, and never disturbs training: folder and S3 API."""
 
 import hashlib
-import itertools
 import json
 import os
 import pickle
@@ -9,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,10 @@ from tests.checkpoint.test_manifest import MANIFEST
 PATIENCE_SECONDS = 60.0
 NAMES = ("rng/rank_00000.pt", "rng/rank_00001.pt", "run_state.json")
 AGAIN = {"salt": "again", "created": "2026-01-02T00:00:00+00:00"}  # of a later save of the same step
+POINTS = (
+    *("ship begin", "ship file", "remote copied", "ship arrived", "ship manifest"),
+    *("ship prune", "remote delete", "ship mark", "ship forget"),
+)
 HOLDS = ((NAMES[0], NAMES[2]), (NAMES[1],))  # what each of two hosts has
 
 
@@ -163,38 +166,47 @@ def test_the_newest_is_shipped_first_and_one_published_meanwhile_before_older_on
     assert order == [step_name(20), step_name(30), step_name(10)]
 
 
-@pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    ("place", "kills"),
+    [
+        ("folder", POINTS),
+        pytest.param("folder", range(99), marks=pytest.mark.slow),
+        pytest.param("s3", range(0, 99, 3), marks=pytest.mark.slow),  # the same points, each slower
+    ],
+    indirect=["place"],
+)
 def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finishes(
-    place: str, tmp_path: Path
+    place: str, kills: Sequence[str | int], tmp_path: Path
 ) -> None:
-    every = 3 if place.startswith("s3://") else 1  # the same points as in a folder, each slower
-    for nth in itertools.count(0, every):
+    for nth, kill in enumerate(kills):
         root, there = tmp_path / f"here{nth}", f"{place}/{nth}"
         _publish(root, 10)
-        if nth % 2 == 0:  # half of the time over an earlier save of the same step
+        if kill in POINTS or nth % 2 == 0:  # half of the time over an earlier save of the same step
             _until_idle(_rounds(root, there, keep=1))
             _publish(root, 10, **AGAIN)
         _publish(root, 20)
-        command = [sys.executable, "-m", "tests.checkpoint.killed_shipping", str(root), there, str(nth)]
+        command = [sys.executable, "-m", "tests.checkpoint.killed_shipping", str(root), there, str(kill)]
         done = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
         remote = open_remote(there)
         for step in remote.steps():
-            assert _problem(remote, step) is None, (nth, step)
+            assert _problem(remote, step) is None, (kill, step)
         for folder in published(root):
             if is_shipped(folder) and folder.name == step_name(20):
-                assert remote.steps()[0] == 20, nth
+                assert remote.steps()[0] == 20, kill
         _until_idle(_rounds(root, there, keep=1))
-        assert (remote.steps()[0], _problem(remote, 20), unshipped(root)) == (20, None, []), nth
+        assert (remote.steps()[0], _problem(remote, 20), unshipped(root)) == (20, None, []), kill
         left = {marker(0)}  # by a kill before the very last point, and no harm
         assert sorted({*remote.names(20)} - left) == ["manifest.json", "rng", "run_state.json"]
         assert remote.unfinished(20) == []
         _publish(root, 30)
         _until_idle(_rounds(root, there, keep=1))
-        assert (remote.folders(), _problem(remote, 30)) == ([30], None), nth
-        if done.returncode == 0:
-            break
+        assert (remote.folders(), _problem(remote, 30)) == ([30], None), kill
+        if done.returncode == 0:  # two checkpoints of three files, and one of them deleted there
+            assert isinstance(kill, int)
+            assert kill >= (20 if remote._is_local else 14)
+            return
         assert done.returncode == -signal.SIGKILL
-    assert nth >= (20 if remote._is_local else 14)  # two checkpoints of three files, and one deleted there
+    assert kills is POINTS
 
 
 def test_a_step_saved_again_replaces_the_one_there_whose_manifest_goes_before_its_files_change(

@@ -11,7 +11,7 @@ import pytest
 from ds_pretrain.checkpoint.manifest import step_of
 from ds_pretrain.checkpoint.recovery import recover
 from ds_pretrain.core.distributed import World
-from tests.checkpoint import killed_shipping
+from tests.checkpoint.test_upload import POINTS
 from tests.ranks import KILLED, run_ranks
 from tests.runs.chaos import SHIPPING_MODULES, Kill, Left, arm, look, lost, run_killed, write_points
 from tests.runs.elastic import restore_and_save
@@ -61,9 +61,8 @@ MOMENTS = [Kill(place % 2, seconds=SEEDED.uniform(0.2, 1.6), step_sleeps=0.2) fo
 def test_every_write_point_of_the_source_is_killed_at() -> None:
     """Here; in the process that ships, tests/checkpoint/test_upload.py kills at each in turn."""
     kills = [*WRITES, *PUBLISHING, *PRUNING, *CONVERTING, *SAVED_AGAIN, *FETCHING]
-    there = Path(killed_shipping.__file__).read_text()
-    assert all(f"{module.rpartition('.')[2]}.write_point = " in there for module in SHIPPING_MODULES)
     found = write_points()
+    assert {point for module in SHIPPING_MODULES for point in found[module]} == set(POINTS)
     points = {point for module in found.keys() - SHIPPING_MODULES for point in found[module]}
     points -= {*CURE_POINTS, "publish branch"}  # test_rollback.py kills at those, test_branch.py at this one
     assert {"write *", "manifest", "convert_begin"} <= points
