@@ -3,8 +3,8 @@
     python -m benchmarks [DATA]
 
 DATA is the text of tiny Shakespeare, which `nanogpt_row.py` needs; `watchdog_curves.py` needs the folder
-`curves` beside it. Without DATA these are skipped. Exit code 1 if a bar was missed or a benchmark ended
-without a result.
+`curves` beside it. Without DATA these are skipped, and `same_numbers.py`, which needs a commit, always is.
+Exit code 1 if a bar was missed or a benchmark ended without a result.
 """
 
 import argparse
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NOT_BENCHMARKS = {"__main__", "report", "ranks", "collectives"}
+NOT_BENCHMARKS = {"__main__", "report", "ranks", "collectives", "run_numbers", "trees"}
 NEEDS_DATA = {
     "nanogpt_row": "it needs the text of tiny Shakespeare: python -m benchmarks DATA",
     "watchdog_curves": "it needs the folder `curves` beside that text: python -m benchmarks DATA",
 }
+NEEDS_COMMIT = {"same_numbers": "it needs a commit: python benchmarks/same_numbers.py BASE_COMMIT"}
 
 
 def names() -> list[str]:
@@ -69,7 +70,9 @@ def main() -> int:
     lines: list[tuple[bool, str]] = []
     skipped = []
     for name in names():
-        if name in NEEDS_DATA and words.data is None:
+        if name in NEEDS_COMMIT:
+            skipped.append(f"skipped  {name}: {NEEDS_COMMIT[name]}")
+        elif name in NEEDS_DATA and words.data is None:
             skipped.append(f"skipped  {name}: {NEEDS_DATA[name]}")
         else:
             lines += verdicts(name, *run(name, [str(words.data)] if name in NEEDS_DATA else []))
