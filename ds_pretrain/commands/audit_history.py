@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ds_pretrain.commands.audit_run import Audited, skip_words
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.monitor.monitor import METRICS
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 
 Span: TypeAlias = tuple[int, int]  # work taken back: steps after the first, up to the second
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from ds_pretrain.commands.audit_history import History
 from ds_pretrain.commands.audit_run import Audited, changed_words
 from ds_pretrain.config.timeline import Segment
+from ds_pretrain.core.jsonl import METRICS
 from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
-from ds_pretrain.monitor.monitor import METRICS
 
 Interval: TypeAlias = tuple[int, int]  # draws [start, stop) of a phase
 

@@ -20,10 +20,10 @@ from ds_pretrain.commands.audit_run import changed_words, opened
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.jsonl import latest_attempt, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import claim, read_record, write_record
 from ds_pretrain.watchdog.rollback_log import write_cure

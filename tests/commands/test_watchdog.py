@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ds_pretrain.monitor.plots import terminal_plot, text_plot
 
 from ds_pretrain.commands import cli
 from ds_pretrain.commands import watchdog as watchdog_replay
 from ds_pretrain.commands.watchdog import Point, incidents, read_csv, read_run, read_settings, replay, report
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.monitor.plots import terminal_plot, text_plot
 from ds_pretrain.watchdog import backtest as judged
 from ds_pretrain.watchdog.backtest import History
 from ds_pretrain.watchdog.detector import OK, Verdict

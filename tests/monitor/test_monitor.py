@@ -10,10 +10,10 @@ import pytest
 
 from ds_pretrain.config.timeline import Stage, Timeline, make_timeline, parse_duration
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.monitor.monitor import METRICS, Monitor
+from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
-from ds_pretrain.monitor.sinks import read_metrics
 from tests.timelines import single_phase
 
 RECORD = StepRecord(

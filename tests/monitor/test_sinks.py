@@ -12,17 +12,9 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.monitor.sinks import (
-    JsonLines,
-    Terminal,
-    count,
-    duration,
-    event_line,
-    latest_attempt,
-    read_metrics,
-    say,
-    step_line,
-)
+from ds_pretrain.core.jsonl import JsonLines, latest_attempt, read_metrics
+from ds_pretrain.core.text import count, duration, say
+from ds_pretrain.monitor.terminal import Terminal, event_line, step_line
 
 
 def step(step: int, attempt: int = 1, **changed: Any) -> dict[str, Any]:
@@ -107,7 +99,7 @@ def test_a_line_torn_by_a_full_disk_costs_that_record_alone(tmp_path: Path) -> N
     code = f"""
 import resource, signal
 from pathlib import Path
-from ds_pretrain.monitor.sinks import JsonLines
+from ds_pretrain.core.jsonl import JsonLines
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lines = JsonLines(Path({str(tmp_path / "m.jsonl")!r}))
 lines.write({{"step": 1}})
@@ -257,7 +249,7 @@ def test_a_closed_stream_is_silence() -> None:
 def test_a_reader_that_goes_away_changes_neither_the_run_nor_its_exit_code() -> None:
     code = """
 import sys
-from ds_pretrain.monitor.sinks import Terminal
+from ds_pretrain.monitor.terminal import Terminal
 terminal = Terminal(sys.stdout, 10)
 sys.stdin.readline()  # until the reader is gone
 for _ in range(1000):
