@@ -154,31 +154,18 @@ class RunState:
 
     def to_json(self) -> str:
         """Text that `from_json` reads back as an equal value."""
-        fields = {
-            "version": _VERSION,
-            "step": self.step,
-            "skips": [vars(s) for s in self.ledger.skips],
-            "num_dropped": self.num_dropped,
-            "num_healthy": self.num_healthy,
-            "watchdog": asdict(self.watchdog),
-            "rollbacks": [vars(r) for r in self.rollbacks],
-        }
-        return json.dumps(fields, indent=1)
+        fields = asdict(self)
+        fields["skips"] = fields.pop("ledger")["skips"]
+        return json.dumps({"version": _VERSION, **fields}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "RunState":
-        """Read `to_json`. Raises ValueError on a version that this code does not know."""
+        """Read `to_json`. Raises ValueError on a version that this code does not know, or no state."""
         data: dict[str, Any] = json.loads(text)
-        if data.get("version") != _VERSION:
+        if (version := data.pop("version", None)) != _VERSION:
             raise ValueError(
-                f"run state of version {data.get('version')}, expected {_VERSION}: "
+                f"run state of version {version}, expected {_VERSION}: "
                 "use the ds_pretrain version that wrote it"
             )
-        return RunState(
-            step=data["step"],
-            ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])),
-            num_dropped=data.get("num_dropped", 0),  # of before there was a watchdog
-            num_healthy=data.get("num_healthy", 0),
-            watchdog=read_as(WatchdogState, json.dumps(data.get("watchdog", {}))),
-            rollbacks=tuple(Rollback(**r) for r in data.get("rollbacks", ())),
-        )
+        data["ledger"] = {"skips": data.pop("skips", None)}
+        return read_as(RunState, json.dumps(data))

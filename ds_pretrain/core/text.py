@@ -221,7 +221,7 @@ def loss_plot(
     return "\n".join(
         [
             *text_plot(columns, height, logarithmic=True),
-            f"{'':9} {line}".rstrip(),
+            f"{'verdict':9} {line}".rstrip(),
             f"{'step':9} {steps}   {meanings}",
         ]
     )

@@ -396,11 +396,9 @@ def worst_rank(record: Record) -> str | None:
     ranks that share sequences, which have one loss, it is their group.
     """
     shared, onset = record.get("sequence_parallel_size", 1), record.get("onset") or 0
-    worst: tuple[float, int, int, list[float]] | None = None  # (gap, step, reader, losses)
-    for step, all_losses in sorted(
-        (int(s), losses) for s, losses in (record.get("rank_losses") or {}).items()
-    ):
-        losses = all_losses[::shared]
+    by_step = {int(step): losses[::shared] for step, losses in (record.get("rank_losses") or {}).items()}
+    worst: tuple[float, int, int] | None = None  # (gap, step, reader)
+    for step, losses in sorted(by_step.items()):
         if len(losses) < 2 or step < onset:
             continue
         heights = [loss if math.isfinite(loss) else math.inf for loss in losses]
@@ -409,10 +407,11 @@ def worst_rank(record: Record) -> str | None:
         if math.isfinite(heights[reader]):
             gap = heights[reader] - median(heights[:reader] + heights[reader + 1 :])
         if worst is None or gap > worst[0]:
-            worst = gap, step, reader, losses
+            worst = gap, step, reader
     if worst is None:
         return None
-    gap, step, reader, losses = worst
+    gap, step, reader = worst
+    losses = by_step[step]
     ranks = "ranks" if shared == 1 else f"groups of {shared} ranks"
     if gap <= _ALIKE * abs(losses[reader]):
         return f"The {len(losses):,} {ranks} had about the same loss at step {step:,}: {median(losses):.4g}."

@@ -319,7 +319,5 @@ def rate_lines(plan: Plan) -> list[str]:
         first = next((column for column, step in enumerate(steps) if step >= begin), width)
         name = f"|{phase.name}"[: width - first]  # as far as there is room
         phases[first : first + len(name)] = name
-    return [
-        *text_plot([[plan.rate(step, step)] for step in steps], _PLOT_HEIGHT),
-        f"{'':9} {''.join(phases)}",
-    ]
+    rates = [[plan.rate(step, step)] for step in steps]
+    return [*text_plot(rates, _PLOT_HEIGHT), f"{'':9} {''.join(phases)}"]

@@ -1,4 +1,4 @@
-"""A recorded curve judged again: the points of a CSV file or of a run, their verdicts, what was taken back."""
+"""Recorded curves judged again: the points of a CSV file or a run, their verdicts, what was taken back."""
 
 import csv
 import math

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_pretrain.monitor.logbook_memory import Remembered
+from ds_pretrain.monitor.logbook_page import page as page_of
 
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.monitor import logbook as logbook_module
 from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook
-from ds_pretrain.monitor.logbook_memory import Remembered
-from ds_pretrain.monitor.logbook_page import page as page_of
 from ds_pretrain.monitor.monitor import Monitor
 from tests.monitor.test_monitor import at
 from tests.timelines import single_phase

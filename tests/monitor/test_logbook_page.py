@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
-
 from ds_pretrain.monitor.logbook_incident import worst_rank
 from ds_pretrain.monitor.logbook_memory import remembered
 from ds_pretrain.monitor.logbook_page import page as page_of
 from ds_pretrain.monitor.logbook_text import block, escaped, plain, ranges
-from ds_pretrain.watchdog.replay import Finding
 from ds_pretrain.watchdog.verdict import Kind
+
+from ds_pretrain.watchdog.replay import Finding
 
 NASTY = "a|b `x` *y* _z_ <script>\n# [l](javascript:1) \\| ~~~ $m$ &amp; \x1b[31m\u202e\ud800 \u2028end"
 
