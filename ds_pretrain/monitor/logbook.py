@@ -143,36 +143,37 @@ class Logbook:
 
     def _make_page(self) -> None:
         self._tried_at = self._clock()  # first: a disk that refuses is not asked again with each step
-        newest = list(_read_newest(self._incidents))
-        page = render(newest, self._name, self._counts, self._outcomes)
-        write_atomic(self._page, page)
+        in_full = _in_full(self._outcomes)
+        newest = [
+            record
+            if record.get("incident") in in_full
+            else {name: value for name, value in record.items() if name not in _BULKY}
+            for record in islice(read_metrics_backwards(self._incidents), _MOST_RECORDS)
+        ]
+        write_atomic(self._page, render(newest, self._name, self._counts, self._outcomes))
         self._page_is_old = False
 
 
-def _read_newest(path: Path) -> Iterator[Record]:
-    """The records that a page tells of, the newest first, each without what the page leaves out."""
-    full: set[int] = set()
-    for record in islice(read_metrics_backwards(path), _MOST_RECORDS):
-        number = record.get("incident")
-        if isinstance(number, int) and len(full) < _IN_FULL:
-            full.add(number)
-        yield record if number in full else {k: v for k, v in record.items() if k not in _BULKY}
+def _in_full(outcomes: Mapping[int, str]) -> Sequence[int]:
+    """The incidents that a page tells in full, the newest first."""
+    return sorted(outcomes, reverse=True)[:_IN_FULL]
 
 
 def render(
     newest: Sequence[Record], run_name: str, counts: Mapping[str, int], outcomes: Mapping[int, str]
 ) -> str:
     """LOGBOOK.md from the newest records, the newest first; `counts` and `outcomes` are those of all."""
-    groups: dict[int, list[Record]] = {}  # the newest incident first
-    for record in newest:
+    incidents: dict[int, list[Record]] = {}
+    for record in newest[::-1]:
         if isinstance(number := record.get("incident"), int):
-            groups.setdefault(number, []).insert(0, record)
-    full, older = list(groups.items())[:_IN_FULL], list(groups.items())[_IN_FULL:]
+            incidents.setdefault(number, []).append(record)
+    in_full = _in_full(incidents)
     parts = list(_head(newest, run_name, counts, outcomes))
-    for number, records in full:
-        parts += [f"## Incident {number}", *_incident(records, outcomes[number])]
-    if older:
-        parts += ["## Older incidents", _block(*(_summary(n, rs, outcomes[n]) for n, rs in older))]
+    for number in in_full:
+        parts += [f"## Incident {number}", *_incident(incidents[number], outcomes[number])]
+    if older := sorted(incidents.keys() - set(in_full), reverse=True):
+        lines = (_summary(number, incidents[number], outcomes[number]) for number in older)
+        parts += ["## Older incidents", _block(*lines)]
     events = list(_events([record for record in newest[::-1] if "incident" not in record]))[::-1]
     if events:
         parts += ["## Events", _block(*events[:_MOST_EVENTS])]
@@ -413,7 +414,7 @@ def worst_rank(record: Record) -> str | None:
     gap, step, reader = worst
     losses = by_step[step]
     ranks = "ranks" if shared == 1 else f"groups of {shared} ranks"
-    if gap <= _ALIKE * abs(losses[reader]):
+    if math.isfinite(gap) and gap <= _ALIKE * abs(losses[reader]):
         return f"The {len(losses):,} {ranks} had about the same loss at step {step:,}: {median(losses):.4g}."
     first = reader * shared
     who = f"rank {first}" if shared == 1 else f"the group of ranks {first} to {first + shared - 1}"
