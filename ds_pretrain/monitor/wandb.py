@@ -194,28 +194,32 @@ def opener(run: WandbRun, out: Path, run_config: Mapping[str, Any]) -> Callable[
     def open_run() -> Client:
         import wandb
 
-        opened = wandb.init(
-            id=run.id,
-            resume="allow",
-            project=run.project,
-            name=run.name,
-            mode=run.mode,
-            dir=str(out),
-            config=dict(run_config),
-            allow_val_change=True,  # a resumed run may have a changed run file
-            settings=wandb.Settings(
-                console="off",  # the launcher owns stdout
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                save_code=False,
-                init_timeout=60,
-                finish_timeout=FINISH_SECONDS / 2,
-                stop_fn=_ignore_stop,
-            ),
-        )
-        opened.define_metric("train/step")
-        opened.define_metric("*", step_metric="train/step")
+        try:
+            opened = wandb.init(
+                id=run.id,
+                resume="allow",
+                project=run.project,
+                name=run.name,
+                mode=run.mode,
+                dir=str(out),
+                config=dict(run_config),
+                allow_val_change=True,  # a resumed run may have a changed run file
+                settings=wandb.Settings(
+                    console="off",  # the launcher owns stdout
+                    silent=True,
+                    disable_git=True,
+                    disable_code=True,
+                    save_code=False,
+                    init_timeout=60,
+                    finish_timeout=FINISH_SECONDS / 2,
+                    stop_fn=_ignore_stop,
+                ),
+            )
+            opened.define_metric("train/step")
+            opened.define_metric("*", step_metric="train/step")
+        except BaseException:
+            wandb.teardown()  # here, where a service that hangs is noticed, and not in the exit hook
+            raise
         return _Run(wandb, opened)
 
     return open_run
