@@ -45,6 +45,11 @@ _WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
 _ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
 _BULKY = ("curve", "rank_losses", "hosts", "samples")
 _LEGEND = {"X": "decided here", "N": "loss not finite", "!": "since the onset"}
+_WORDS = {
+    "stop": "stopped on request; saved, the same command goes on from there",
+    "finish": "finished",
+    "checkpoint": "saves work again",
+}
 # What the records' words mean: a person reads the page, a program incidents.jsonl.
 _PLAIN = {
     "blip": "a high loss of one step",
@@ -172,8 +177,8 @@ def render(
     for number in in_full:
         parts += [f"## Incident {number}", *_incident(incidents[number], outcomes[number])]
     if older := sorted(incidents.keys() - set(in_full), reverse=True):
-        lines = (_summary(number, incidents[number], outcomes[number]) for number in older)
-        parts += ["## Older incidents", _block(*lines)]
+        parts.append("## Older incidents")
+        parts.append(_block(*(f"{n}: {_title(incidents[n])}; {outcomes[n]}" for n in older)))
     events = list(_events([record for record in newest[::-1] if "incident" not in record]))[::-1]
     if events:
         parts += ["## Events", _block(*events[:_MOST_EVENTS])]
@@ -229,11 +234,11 @@ def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
     has_ended = True  # the start before had a last word
     for _, group in groupby(enumerate(oldest_first), key=_row):
         records = [record for _, record in group]
-        last = records[-1]
-        kind, note = last.get("event"), ""
+        last, note = records[-1], ""
+        kind = last.get("event")
         if kind in _STARTS:
             was, now = (start or {}).get("world_size"), last.get("world_size")
-            note = f"{f' (before: {was:,})' if was and was != now else ''}"
+            note = f" (before: {was:,})" if was and was != now else ""
             note += "" if has_ended else "; the start before left no word of its end: killed, or failed"
             start = last
         has_ended = kind in _ENDS or (has_ended and kind not in _STARTS)
@@ -242,14 +247,11 @@ def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
 
 
 def _row(numbered: tuple[int, Record]) -> tuple[Any, ...]:
-    """What records in a row share that are one line."""
+    """What records in a row share that are one line; others share nothing."""
     index, record = numbered
-    kind = record.get("event")
-    if kind == "dropped":
-        return kind, record.get("cause")
-    if kind == "watchdog":
-        return kind, record.get("trouble"), record.get("action") == "ok"
-    return (index,)
+    small = record.get("event") in ("dropped", "watchdog")
+    shared = (record.get(name) for name in ("event", "cause", "trouble", "action"))
+    return tuple(shared) if small else (index,)
 
 
 def _words(record: Record) -> str:
@@ -259,12 +261,8 @@ def _words(record: Record) -> str:
         size, begun = record.get("world_size"), record.get("checkpoint")
         ranks = "" if size is None else f", {counted(size, 'rank')}"
         return f"{kind}{ranks}{'' if begun is None else f', from {_line(begun)}'}"
-    if kind == "stop":
-        return "stopped on request; saved, the same command goes on from there"
-    if kind == "finish":
-        return "finished"
-    if kind == "checkpoint":
-        return "saves work again"
+    if kind in _WORDS:
+        return _WORDS[kind]
     if kind == "dropped":
         return f"update dropped for {_plain(record.get('cause'))}"
     if kind == "save_failed":
@@ -275,8 +273,6 @@ def _words(record: Record) -> str:
     if kind == "watchdog":
         action = {"ok": "healed", "watch": "watched"}.get(record["action"], "to roll back for")
         return f"{_plain(record.get('trouble'))}, {action}: {_line(record.get('message'))}"
-    if kind == "observed":
-        return f"in mode act: {_line(record.get('response'))}, {_line(record.get('reason'))}"
     return f"{_line(kind)}: {_line(record.get('message'))}"
 
 
@@ -288,21 +284,17 @@ def _outcome(record: Record) -> str:
 
 
 def _title(records: Sequence[Record]) -> str:
-    trouble, onset = records[0].get("trouble"), records[0].get("onset")
-    since = "" if onset is None else f" since step {onset:,}"
-    return f"{_plain(trouble) if trouble else 'trouble that was not written down'}{since}"
-
-
-def _summary(number: int, records: Sequence[Record], outcome: str) -> str:
-    response = records[0].get("response")
-    return f"{number}: {_where(records[0])}: {_title(records)}; {_line(response)}; {outcome}"
+    """When an incident was decided upon, its trouble, and what was done."""
+    first = records[0]
+    since = "" if first.get("onset") is None else f" since step {first['onset']:,}"
+    trouble = _plain(first["trouble"]) if first.get("trouble") else "trouble that was not written down"
+    done = f"; {first['response']}" if "response" in first else ""
+    return f"{_where(first)}: {trouble}{since}{done}"
 
 
 def _incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
     """The paragraphs of an incident, in the order in which things happened."""
-    title = _title(records)
-    yield f"**{title[0].upper()}{title[1:]}.** Outcome: **{outcome}**."
-    yield f"{_where(records[0])}."
+    yield f"{_title(records)}. Outcome: **{outcome}**."
     for record in records:
         kind = record.get("event")
         if kind in ("rollback", "needs_person"):

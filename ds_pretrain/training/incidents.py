@@ -110,13 +110,8 @@ class Incidents:
             return
         if record.grad_norm is None and isfinite(record.loss):
             self._non_finite.append(record.step)
-            first = self._non_finite[0]
-            if (
-                len(self._non_finite) == _FEW_NON_FINITE
-                and not self._has_advised
-                and (record.step - first < self._plan.run.watchdog.window)
-            ):
-                self._has_advised = True
+            is_often = len(self._non_finite) == _FEW_NON_FINITE
+            if is_often and record.step - self._non_finite[0] < self._plan.run.watchdog.window:
                 self._advise(record.step)
         self._monitor.event(
             "dropped",
@@ -129,8 +124,10 @@ class Incidents:
 
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
-        advice = non_finite_advice(self._plan.deepspeed, installed_versions(), self._plan.run.deepspeed)
-        self._monitor.report("warning", advice, step=step)
+        if not self._has_advised:
+            advice = non_finite_advice(self._plan.deepspeed, installed_versions(), self._plan.run.deepspeed)
+            self._monitor.report("warning", advice, step=step)
+        self._has_advised = True
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""

@@ -352,8 +352,8 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
     text = (tmp_path / PAGE).read_text()
     for said in (
         "## Incident 1",
-        "**A spike of the loss that lasts since step 1,130.** Outcome: **healed**.",
-        "2026-09-21 14:13:20 UTC, step 1,160, 4.64B tokens, attempt 1.",
+        "2026-09-21 14:13:20 UTC, step 1,160, 4.64B tokens, attempt 1: a spike of the loss that lasts since "
+        "step 1,130; skip. Outcome: **healed**.",
         "Seen: loss 7.0 is 90 spreads above the usual.",
         "At step 1,131 rank 1 on node-b:3 stood out most of 2 ranks, with a loss of 8.5; "
         "the median of the others was 2.5.",
@@ -465,7 +465,7 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         event("watchdog", 90, action="ok", trouble="drift", onset=31, message="healed"),
         event("save_failed", 91, problem="no room", in_a_row=2),
         event("checkpoint", 92),
-        event("observed", 95, response="skip", reason="from a calm one"),
+        event("observed", 95, message="the watchdog would skip"),
         event("stop", 95),
         event("changed", field="schedule.peak", old="0.1", new="*8M*"),
         event("resume", 95, world_size=2, checkpoint="step_000000095"),
@@ -481,7 +481,7 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         "resume, 2 ranks, from step_000000095",
         "schedule.peak changed: 0.1 before, *8M* from this start on",
         "stopped on request; saved, the same command goes on from there",
-        "in mode act: skip, from a calm one",
+        "observed: the watchdog would skip",
         "saves work again",
         "SAVE FAILED, number 2 in a row: no room",
         "a slow rise of the loss, healed: healed",
