@@ -8,7 +8,7 @@ in indented blocks, which nothing in them can end.
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby, islice
 from pathlib import Path
@@ -159,9 +159,9 @@ class Logbook:
         self._page_is_old = False
 
 
-def _in_full(outcomes: Mapping[int, str]) -> Sequence[int]:
+def _in_full(numbers: Iterable[int]) -> Sequence[int]:
     """The incidents that a page tells in full, the newest first."""
-    return sorted(outcomes, reverse=True)[:_IN_FULL]
+    return sorted(numbers, reverse=True)[:_IN_FULL]
 
 
 def render(

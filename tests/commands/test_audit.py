@@ -556,8 +556,8 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
             {"stop": 10**30},
             "cure.json: skip 1 ends with draw 1,000,000,000,000,000,000,000,000,000,000; expected",
         ),
-        ({"stop": 901.5}, "cure.json cannot be read (stop = 901.5)"),
-        ({"phase": None}, "cure.json cannot be read (phase = None)"),
+        ({"stop": 901.5}, "cure.json cannot be read (`skips.0.stop`: Input should be a valid integer"),
+        ({"phase": None}, "cure.json cannot be read (`skips.0.phase`: Input should be a valid string"),
     ],
 )
 def test_a_skip_that_cannot_be_of_the_run_is_said(
