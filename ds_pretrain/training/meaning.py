@@ -1,21 +1,14 @@
 """What configs and identities mean, however they are written: those that compute the same compare equal."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schema import RopeSection
 from ds_pretrain.core.text import parse_json, read_text, shown
-from ds_pretrain.models.family import Family, read_family
-from ds_pretrain.models.rope_config import (
-    FOLLOWS_THE_LENGTH,
-    FULL_ATTENTION,
-    WITH_ORIGINAL_LENGTH,
-    has_rope,
-    rope_state,
-    with_rope,
-)
+from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
+from ds_pretrain.models.rope_config import WITH_ORIGINAL_LENGTH, has_rope, phase_models, rope_state
 from ds_pretrain.training.past import Changes, changed_fields
 
 # What a saved config says of how it was made or is run, and no weight or activation of training depends on.
@@ -34,12 +27,11 @@ def positions_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """What a config makes of positions, in the words of a phase's `rope`; empty without rotary positions."""
     if not has_rope(model):
         return {}
-    state, family = rope_state(model), _family(model)
+    state = rope_state(model)
     said: dict[str, Any] = {"kind": state.kind, "theta": state.theta}
-    share = state.table.get("partial_rotary_factor", model.get("partial_rotary_factor"))
-    if share is None and family is not None:
-        share = family.defaults.get("partial_rotary_factor")
-    said["partial_rotary_factor"] = share
+    said["partial_rotary_factor"] = state.table.get(
+        "partial_rotary_factor", model.get("partial_rotary_factor")
+    )
     if state.kind != "default":
         said["factor"] = state.factor
         said |= {key: value for key, value in state.table.items() if key not in (*_READ_FIRST, *said)}
@@ -47,31 +39,15 @@ def positions_of(model: Mapping[str, Any]) -> dict[str, Any]:
         said["original_length"] = state.original_length or state.num_positions
     if state.kind in FOLLOWS_THE_LENGTH:
         said["max_position_embeddings"] = state.num_positions
-    tables = model.get("rope_parameters")
-    others = tables.items() if isinstance(tables, Mapping) else ()
-    said |= {kind: table for kind, table in others if isinstance(table, Mapping) and kind != FULL_ATTENTION}
+    said |= state.others
     return {key: value for key, value in said.items() if value is not None}
-
-
-def phase_configs(
-    model: Mapping[str, Any], phases: Iterable[tuple[str, RopeSection | None, int]]
-) -> dict[str, dict[str, Any]]:
-    """The config of each phase, by name: that of the phase before, with its own rotary positions and length.
-
-    `phases` have a name, a change of rotary positions, and tokens of a sequence.
-    """
-    configs, config = {}, dict(model)
-    for name, rope, seq_len in phases:
-        config = with_rope(config, rope, seq_len)
-        configs[name] = config
-    return configs
 
 
 def positions_by_phase(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
     """What each phase of an identity makes of positions, in their order; None if it does not say."""
     try:
         phases = [(name, _rope(phase["rope"]), phase["seq_len"]) for name, phase in _in_order(identity)]
-        configs = phase_configs(identity["model"]["config"], phases)
+        configs = phase_models(identity["model"]["config"], phases)
     except (AttributeError, KeyError, TypeError, ValueError):  # of another version, or of another program
         return None
     return {name: positions_of(config) for name, config in configs.items()}
@@ -136,8 +112,8 @@ def _meanings(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str,
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """What a model is made with: as given, or the default of its family."""
-    family = _family(config)
-    value = config.get(key) if family is None else family.value(config, key)
+    parsed = read_config(config)
+    value = config.get(key) if parsed is None else getattr(parsed, key, None)
     if value is None and key == "num_key_value_heads":
         return config.get("num_attention_heads")
     if value is None and key == "head_dim":
@@ -191,8 +167,3 @@ def _in_order(identity: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]
 def _rope(given: Mapping[str, Any] | None) -> RopeSection | None:
     named = {key: value for key, value in (given or {}).items() if value is not None}
     return RopeSection(**named) if named else None
-
-
-def _family(config: Mapping[str, Any]) -> Family | None:
-    name = config.get("model_type")
-    return read_family(name) if isinstance(name, str) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_pretrain.models.masking_check import mask_warnings, masking_problems
 from torch import Tensor
 from torch.nn import functional
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -17,7 +18,6 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.models.attention import attention_inputs, document_inputs, refuse_leaks
 from ds_pretrain.models.build import build_model
-from ds_pretrain.models.masking_check import mask_warnings, masking_problems
 from tests.models import tiny
 
 LENGTH = 24

@@ -8,6 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from ds_pretrain.models.config_values import expert_problems, rope_problems, wrong_amounts, wrong_types
+from ds_pretrain.models.family import known_activations, known_rope_types, read_family
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import GenerationConfig
 from transformers.activations import ACT2CLS
@@ -16,8 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_pretrain.models.config_check import check_model, known_families
-from ds_pretrain.models.config_values import expert_problems, rope_problems, wrong_amounts, wrong_types
-from ds_pretrain.models.family import known_activations, known_rope_types, read_family
 from tests.models import tiny
 
 
