@@ -1,4 +1,4 @@
-"""Attention of a Transformers model: documents of one row kept apart, and the kernel that a model attends with.
+"""Attention of a Transformers model: documents of one row kept apart, and the kernel that attends.
 
 Positions that restart do not stop attention (https://github.com/huggingface/transformers/pull/46634):
 Transformers looks for packed sequences in them only where it is given no mask, and flash attention only where

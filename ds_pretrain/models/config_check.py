@@ -1,7 +1,7 @@
 """What is wrong with a model config before a model is built: its keys and values, masks, shared sequences.
 
-Sizes are compared by arithmetic. What a family reads, and what it takes where a config is silent, is asked of its
-Transformers config class, which is imported inside functions alone: without Transformers, and inside
+Sizes are compared by arithmetic. What a family reads, and what it takes where a config is silent, is asked of
+its Transformers config class, which is imported inside functions alone: without Transformers, and inside
 `without_transformers`, arithmetic is all that is done.
 """
 
@@ -192,7 +192,10 @@ def check_model(
     if reading.family_problems:
         return [f"{name}: {problem}" for problem in reading.family_problems]
     by_key = reading.by_key | _wrong_amounts(config)
-    found = [*_division_problems(config, by_key.keys()), *_vocabulary_problems(config, vocab_size_needed)]
+    found = [
+        *_division_problems(config, by_key.keys(), reading.config),
+        *_vocabulary_problems(config, vocab_size_needed),
+    ]
     by_key.pop("vocab_size", None)  # told with what it has to be
     found = [*by_key.values(), *found, *_special_token_problems(config), *_expert_problems(reading.config)]
     found += [
@@ -238,7 +241,7 @@ def _read(config_text: str) -> _Reading:
     """Construct the config with its class; leave out one by one the keys whose types it refuses."""
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-    config = json.loads(config_text)
+    config = json.loads(config_text, object_hook=_decoded)
     if problem := _family_problem(config["model_type"]):
         return _Reading(None, {}, (), (problem,))
     kind = _config_class(config["model_type"])
@@ -258,8 +261,13 @@ def _read(config_text: str) -> _Reading:
                 reason = str(error).rpartition("TypeError: ")[2].partition(". Errors: ")[0]
                 by_key[key] = f'"{key}" = {shown(given.pop(key))}: refused by {kind.__name__}: {reason}'
     if parsed is not None:
-        problems += _unknown_keys(config, kind, parsed)
+        problems += _unknown_keys(given, kind, parsed)
     return _Reading(None if by_key else parsed, by_key, tuple(problems), ())
+
+
+def _decoded(item: dict[str, Any]) -> Any:
+    """Transformers writes an infinite number as `{"__float__": "Infinity"}`."""
+    return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
 def _keys_of(kind: Any, message: str) -> set[str]:
@@ -291,7 +299,7 @@ def _quiet() -> Iterator[None]:
 def _family_problem(family: str) -> str | None:
     """Why `family` is not a decoder-only language model of text, or None if it is one."""
     from transformers.models.auto import modeling_auto as auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in causal:
@@ -307,16 +315,11 @@ def _family_problem(family: str) -> str | None:
             f'model_type "{family}" is an encoder or encoder-decoder family; '
             'expected a decoder-only one, such as "llama", "qwen3" or "gpt2"'
         )
-    if any(hasattr(kind, "vocab_size") for kind in _parts(CONFIG_MAPPING[family])):
+    parts = [getattr(part, "config_class", part) for part in CONFIG_MAPPING[family].sub_configs.values()]
+    if any(part is AutoConfig or hasattr(part, "vocab_size") for part in parts):  # others: dbrx, mpt
         hint = f'use "{family}_text"' if f"{family}_text" in CONFIG_MAPPING else "use a text-only family"
         return f'model_type "{family}" is a composite (multimodal) model; {hint}'
     return None
-
-
-def _parts(kind: Any) -> Iterator[Any]:
-    """The config classes that a config class holds: of a text and a vision model, or of attention alone."""
-    for part in kind.sub_configs.values():
-        yield getattr(part, "config_class", part)
 
 
 def _without_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,18 +336,25 @@ def _without_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, A
     return given
 
 
-def _unknown_keys(config: Mapping[str, Any], kind: Any, parsed: Any) -> Iterator[tuple[str, str]]:
+def _unknown_keys(given: Mapping[str, Any], kind: Any, parsed: Any) -> Iterator[tuple[str, str]]:
     """Keys that a config class has taken without using them: most are misspelt.
 
-    Such a key is left as an attribute, and neither a field, nor another name of one, nor read by a method.
+    Such a key is left as an attribute, which is neither declared, nor read by a method, nor there without it.
     """
     own = {field.name for field in fields(kind)} | kind.attribute_map.keys()
     methods = (
         method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)
     )
     read = {word for method in methods for word in inspect.unwrap(method).__code__.co_consts}
-    for key in sorted(config.keys() & vars(parsed).keys() - own - _UNDECLARED):
-        if key not in read and not hasattr(kind, key):
+    odd = [key for key in given.keys() & vars(parsed).keys() - own - _UNDECLARED if key not in read]
+    with _quiet():
+        without = (
+            kind(**{key: value for key, value in deepcopy(given).items() if key not in odd})
+            if odd
+            else parsed
+        )
+    for key in sorted(odd):
+        if not hasattr(without, key):
             close = get_close_matches(key, sorted(own), n=1, cutoff=0.6)
             hint = f'did you mean "{close[0]}"?' if close else "remove it"
             yield key, f'{kind.__name__} has no key "{key}"; {hint}'
@@ -361,7 +371,12 @@ def _wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:
         elif ("dropout" in key or "pdrop" in key) and _is_number(value):
             checks[key] = (0 <= value < 1, "a number from 0 to below 1")
         elif key.endswith(("_eps", "_epsilon")):
-            checks[key] = (_is_number(value) and 0 <= value < inf, "a number of at least 0")
+            checks[key] = (
+                value is None or (_is_number(value) and 0 <= value < inf),
+                "a number of at least 0",
+            )
+        elif key == "sliding_window" and config.get("use_sliding_window") is False:
+            continue
         elif key in _LENGTH_KEYS and value is not None:
             checks[key] = (_is_size(value), "a whole number of at least 1")
     return {
@@ -371,12 +386,16 @@ def _wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _division_problems(config: Mapping[str, Any], wrong: Collection[str]) -> Iterator[str]:
-    """Sizes that must divide one another, as far as both are sizes."""
+def _division_problems(config: Mapping[str, Any], wrong: Collection[str], parsed: Any) -> Iterator[str]:
+    """Sizes that must divide one another, as far as both are sizes.
+
+    Families with heads of another width than width / heads say so to Transformers, which then accepts them.
+    """
     sizes = {key: value for key, value in config.items() if _is_size(value) and key not in wrong}
     width_key = next((key for key in WIDTH_KEYS if key in sizes), None)
     heads_key = next((key for key in HEADS_KEYS if key in sizes), None)
-    if width_key and heads_key and "head_dim" not in sizes and sizes[width_key] % sizes[heads_key]:
+    divides = parsed is not None or "head_dim" in sizes
+    if width_key and heads_key and not divides and sizes[width_key] % sizes[heads_key]:
         yield f'"{heads_key}" = {sizes[heads_key]} does not divide "{width_key}" = {sizes[width_key]}'
     groups = sizes.get("num_key_value_heads")
     if heads_key and groups and sizes[heads_key] % groups:

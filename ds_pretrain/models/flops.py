@@ -54,9 +54,10 @@ def count_parameters(config_text: str, *, qk_norm: bool = False) -> ParameterCou
 def flops_per_token(config_text: str, seq_len: int, *, qk_norm: bool = False) -> float | None:
     """Training FLOPs a token, forward and backward: 6 N + 12 H D T in each layer; None where that is unknown.
 
-    The formula is of PaLM, appendix B (https://arxiv.org/abs/2204.02311), with `ParameterCount.active` for N, H heads
-    of width D, and T tokens of a sequence. Recomputation does not count, so MFU compares across settings. A
-    sliding window shorter than the sequence takes its place. Layers that are not attention are not known.
+    The formula is of PaLM, appendix B (https://arxiv.org/abs/2204.02311), with `ParameterCount.active` for N,
+    H heads of width D, and T tokens of a sequence. Recomputation does not count, so MFU compares across
+    settings. A sliding window shorter than the sequence takes its place. Layers that are not attention are
+    not known.
     """
     counted = _count(config_text, qk_norm) if asks_transformers() else None
     if counted is None:

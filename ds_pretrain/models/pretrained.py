@@ -1,4 +1,4 @@
-"""The weights of a public model that a run begins with: what its files hold, and how they come into the model.
+"""The weights of a public model that a run begins with: what its files hold, and their way into the model.
 
 Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the tensors).
 `read_base` reads headers and a few samples, without torch, which is imported only where values are read.

@@ -58,7 +58,8 @@ def rotary_problems(module: nn.Module) -> list[str]:
             name = f"{names[id(rotary)]}.{key}"
             if table.dtype != torch.float32:
                 problems.append(
-                    f"{name} is in {table.dtype}; expected torch.float32: something cast it after it was computed"
+                    f"{name} is in {table.dtype}; expected torch.float32: "
+                    "something cast it after it was computed"
                 )
             elif not torch.equal(table.cpu(), fresh[key].cpu()):
                 problems.append(f"{name} is not what its config makes: {rotary.config.rope_parameters}")
@@ -123,8 +124,8 @@ def apply_rope(module: nn.Module, config: Mapping[str, Any]) -> int:
         raise InputError(problems)
     if changes_rope and _rotary_state(module) == was:
         raise InputError(
-            f'"{new.model_type}" computes the same rotary positions under {new.rope_parameters} as before; raise '
-            "theta, or choose another model"
+            f'"{new.model_type}" computes the same rotary positions under {new.rope_parameters} as before; '
+            "raise theta, or choose another model"
         )
     return num_tables
 

@@ -1,8 +1,8 @@
-"""The rotary positions of a phase, put into a Hugging Face model config, and what is wrong with them. No torch.
+"""The rotary positions of a phase, put into a model config, and what is wrong with them. No torch.
 
-Transformers reads all that configs have called them into `rope_parameters`
-(https://huggingface.co/docs/transformers/internal/rope_utils): one table with `rope_type`, `rope_theta` and what the
-kind takes, or one such table for each kind of layer. That is what is changed here, and written.
+Transformers reads all that configs have called them into `rope_parameters`: one table with `rope_type`,
+`rope_theta` and what the kind takes, or one such table for each kind of layer
+(https://huggingface.co/docs/transformers/internal/rope_utils). That is what is changed here, and written.
 
 Of per-layer tables only that of full attention is changed: a sliding window does not get longer with the
 sequence. Gemma 3 raised its base from 10,000 to 1,000,000 in the global layers alone (arXiv:2503.19786).

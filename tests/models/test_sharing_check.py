@@ -76,8 +76,8 @@ def test_what_can_be_shared_is_not_refused(tmp_path: Path, shared: float, world_
         (
             2,
             ("model.qk_norm=false",),
-            {"model_type": "mpt", "vocab_size": 257, "d_model": 32, "n_heads": 4, "n_layers": 2},
-            f'and "mpt" takes no positions from outside, which a part of a row needs; {LESS}',
+            {"model_type": "bloom", "vocab_size": 257, "hidden_size": 32, "n_head": 4, "n_layer": 2},
+            f'and "bloom" takes no positions from outside, which a part of a row needs; {LESS}',
         ),
         (
             2,
