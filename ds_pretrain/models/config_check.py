@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache, lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 from typing import Any, TypeGuard
@@ -25,46 +26,16 @@ from ds_pretrain.core.text import parse_json, shown
 
 # Families whose attention calls q_proj and k_proj, splits the result into heads and rotates: a per-head norm
 # fits in between. A test reads their source and fails if one of them changes.
-QK_NORM_ADDABLE = frozenset(
-    [
-        "arcee",
-        "cwm",
-        "granite",
-        "granitemoe",
-        "helium",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "seed_oss",
-        "smollm3",
-    ]
-)
+QK_NORM_ADDABLE = frozenset([
+    "arcee", "cwm", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "qwen2",
+    "qwen2_moe", "seed_oss", "smollm3",
+])  # fmt: skip
 # Families that have it natively, some behind a key of their config.
-QK_NORM_NATIVE = frozenset(
-    [
-        "apertus",
-        "dots1",
-        "exaone4",
-        "flex_olmo",
-        "gemma3_text",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "lfm2",
-        "lfm2_moe",
-        "minimax_m2",
-        "nanochat",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "olmoe",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
-    ]
-)
+QK_NORM_NATIVE = frozenset([
+    "apertus", "dots1", "exaone4", "flex_olmo", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2",
+    "lfm2_moe", "minimax_m2", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_moe",
+    "qwen3_next",
+])  # fmt: skip
 QK_NORM_BY_KEY = {
     "cohere": "use_qk_norm",
     "glm4_moe": "use_qk_norm",
@@ -82,19 +53,10 @@ _SIZE_KEYS = (*WIDTH_KEYS, *HEADS_KEYS, *LAYERS_KEYS, "num_key_value_heads", "he
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "sliding_window")
 
 # Keys that config classes do not declare: the code of models reads the first, nothing reads the others.
-_UNDECLARED = frozenset(
-    [
-        "head_dim",
-        "layer_types",
-        "output_router_logits",
-        "router_bias",
-        "tie_word_embeddings",
-        "use_bidirectional_attention",
-        "auto_map",
-        "gradient_checkpointing",
-        "_attn_implementation_autoset",
-    ]
-)
+_UNDECLARED = frozenset([
+    "head_dim", "layer_types", "output_router_logits", "router_bias", "tie_word_embeddings",
+    "use_bidirectional_attention", "auto_map", "gradient_checkpointing", "_attn_implementation_autoset",
+])  # fmt: skip
 
 MASK_KERNELS = ("eager", "sdpa")  # take any mask
 FLASH_KERNELS = ("flash_attention_2",)  # take lengths of documents
@@ -130,11 +92,11 @@ def asks_transformers() -> bool:
 @cache
 def _can_import() -> bool:
     try:
-        import torch
-        import transformers  # noqa: F401
+        for library in ("transformers", "torch"):
+            import_module(library)
     except (ImportError, OSError):  # OSError: a library that torch links is missing
         return False
-    return torch is not None
+    return True
 
 
 def parse_model_config(config_text: str, name: str = NAME) -> dict[str, Any]:
@@ -247,21 +209,20 @@ def _read(config_text: str) -> _Reading:
     kind = _config_class(config["model_type"])
     given = _without_foreign_tokens(kind, config)
     by_key: dict[str, str] = {}
-    problems: list[tuple[str | None, str]] = []
-    parsed = None
-    while parsed is None and not problems:
+    problems: list[tuple[str | None, str]] = [*_unknown_keys(given, kind)]
+    parsed, refusal = None, None
+    while parsed is None and refusal is None:
         try:
             with _quiet():
                 parsed = kind(**deepcopy(given))
         except Exception as error:  # each config class raises what it likes
             keys = _keys_of(kind, str(error)) & given.keys()
             if not isinstance(error, StrictDataclassFieldValidationError) or not keys:
-                problems.append((None, f"refused by {kind.__name__}: {error}"))
-            for key in keys if not problems else ():
+                refusal = f"refused by {kind.__name__}: {error}"
+                problems.append((None, refusal))
+            for key in keys if refusal is None else ():
                 reason = str(error).rpartition("TypeError: ")[2].partition(". Errors: ")[0]
                 by_key[key] = f'"{key}" = {shown(given.pop(key))}: refused by {kind.__name__}: {reason}'
-    if parsed is not None:
-        problems += _unknown_keys(given, kind, parsed)
     return _Reading(None if by_key else parsed, by_key, tuple(problems), ())
 
 
@@ -336,8 +297,8 @@ def _without_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, A
     return given
 
 
-def _unknown_keys(given: Mapping[str, Any], kind: Any, parsed: Any) -> Iterator[tuple[str, str]]:
-    """Keys that a config class has taken without using them: most are misspelt.
+def _unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, str]]:
+    """Keys that a config class takes without using them: most are misspelt.
 
     Such a key is left as an attribute, which is neither declared, nor read by a method, nor there without it.
     """
@@ -346,14 +307,13 @@ def _unknown_keys(given: Mapping[str, Any], kind: Any, parsed: Any) -> Iterator[
         method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)
     )
     read = {word for method in methods for word in inspect.unwrap(method).__code__.co_consts}
-    odd = [key for key in given.keys() & vars(parsed).keys() - own - _UNDECLARED if key not in read]
-    with _quiet():
-        without = (
-            kind(**{key: value for key, value in deepcopy(given).items() if key not in odd})
-            if odd
-            else parsed
-        )
-    for key in sorted(odd):
+    odd = {key: value for key, value in given.items() if key not in own | read | _UNDECLARED}
+    try:
+        with _quiet():
+            left, without = (vars(kind(**odd)), kind()) if odd else ({}, None)
+    except Exception:  # a class that needs some key, or reads one of these after all
+        return
+    for key in sorted(odd.keys() & left):
         if not hasattr(without, key):
             close = get_close_matches(key, sorted(own), n=1, cutoff=0.6)
             hint = f'did you mean "{close[0]}"?' if close else "remove it"

@@ -11,17 +11,11 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_pretrain.core.distributed import World, from_main, gather_objects
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.text import counted, listed, parse_json, read_text, shown
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from ds_pretrain.models.init import Gather, KindReport
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file
@@ -145,10 +139,11 @@ def _samples(file: Path) -> Iterator[bytes]:
             yield opened.read(_SAMPLE_BYTES)
 
 
-def load_base(model: Any, base: Base, world: World, gather: "Gather") -> "tuple[KindReport, ...]":
+def load_base(model: Any, base: Base, world: World, gather: Any) -> tuple[Any, ...]:
     """Fill `model` with the weights of `base`, in the model's own type, and measure what arrived. Collective.
 
-    Read on rank 0 where parameters are partitioned, else on every rank; one parameter at a time.
+    `gather` and the reports are those of `init`. Read on rank 0 where parameters are partitioned, else on
+    every rank; one parameter at a time.
 
     Raises:
         InputError: on every rank, as `base_problems` has them, or with each tensor that cannot be read or
@@ -175,13 +170,13 @@ def load_base(model: Any, base: Base, world: World, gather: "Gather") -> "tuple[
     return check_weights(model, from_main(world, asked), gather)
 
 
-def _read(file: Path, name: str, dtype: "torch.dtype") -> "Tensor | str":
+def _read(file: Path, name: str, dtype: Any) -> Any | str:
     """The values of a tensor, or why it cannot be used."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, "pt") as opened:
-            values: Tensor = opened.get_tensor(name).to(dtype)
+            values = opened.get_tensor(name).to(dtype)
     except (OSError, SafetensorError) as error:
         return f"model.from: {file}: {name} cannot be read ({error}); look at that disk, or download it again"
     if num_wrong := int((~values.isfinite()).sum()):
@@ -259,7 +254,7 @@ def _spellings(model: Any, name: str) -> Iterator[str]:
         yield name.removeprefix(prefix)
 
 
-def _is_computed(model: "nn.Module", key: str) -> bool:
+def _is_computed(model: Any, key: str) -> bool:
     buffers = {spelling for name, _ in model.named_buffers() for spelling in _spellings(model, name)}
     return key in buffers or _COMPUTED.search(key) is not None
 

@@ -38,7 +38,7 @@ def test_text_that_is_no_config_is_told_so(text: str, message: str) -> None:
     [
         ({"vocab_size": None}, '"vocab_size" is missing'),
         ({"vocab_size": 99}, '"vocab_size" = 99 is smaller than the tokenizer\'s vocabulary of 100; set'),
-        ({"num_attention_heads": 7}, '"num_attention_heads" = 7 does not divide "hidden_size" = 64'),
+        ({"hidden_size": 66}, '"num_attention_heads" = 4 does not divide "hidden_size" = 66'),
         ({"num_key_value_heads": 3}, '"num_key_value_heads" = 3 does not divide "num_attention_heads" = 4'),
         ({"num_hidden_layers": 0}, '"num_hidden_layers" = 0; expected a whole number of at least 1'),
         ({"hidden_size": True}, '"hidden_size" = true; expected a whole number of at least 1'),
@@ -87,7 +87,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zzz": 64}, 'LlamaConfig has no key "zzz"; remove it'),
     ({"intermediate_size": 1.5}, '"intermediate_size" = 1.5; expected a whole number of at least 1'),
     ({"vocab_size": "512"}, '"vocab_size" is missing or not a positive whole number (found "512")'),
-    ({"num_attention_heads": 7}, '"num_attention_heads" = 7 does not divide "hidden_size" = 64'),
+    ({"hidden_size": 66}, '"num_attention_heads" = 4 does not divide "hidden_size" = 66'),
 ]
 
 
@@ -105,12 +105,6 @@ def test_more_experts_a_token_than_there_are_is_refused() -> None:
     assert problem == 'model config: "num_experts_per_tok" = 5; expected 1 to "num_local_experts" = 4'
     (problem,) = check_model(json.dumps(tiny.MIXTRAL | {"num_local_experts": 1}))  # two a token by default
     assert '"num_experts_per_tok" = 2; expected 1 to "num_local_experts" = 1' in problem
-
-
-def test_the_other_name_of_a_key_has_the_same_type() -> None:
-    assert check_model(json.dumps(tiny.GPT2 | {"max_position_embeddings": "x"})) != []
-    (problem,) = check_model(json.dumps(tiny.MIXTRAL | {"num_experts": "x"}))
-    assert '"num_experts" = "x": refused by MixtralConfig' in problem
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -156,77 +150,26 @@ def test_qk_norm_where_it_cannot_be_done_is_found_without_torch() -> None:
 
 
 # Transformers has a causal class for these, and they are no decoder-only models of text.
-ENCODERS = frozenset(
-    [
-        "bart",
-        "bert",
-        "big_bird",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "marian",
-        "mbart",
-        "megatron-bert",
-        "moss_transcribe_diarize",
-        "musicgen",
-        "musicgen_melody",
-        "mvp",
-        "pegasus",
-        "plbart",
-        "prophetnet",
-        "reformer",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "whisper",
-        "xlm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    ]
-)
+ENCODERS = frozenset([
+    "bart", "bert", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
+    "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "moss_transcribe_diarize",
+    "musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "reformer", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "whisper", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+])  # fmt: skip
 # Their config holds those of several models; the text model's own is taken.
-COMPOSITE = frozenset(
-    [
-        "blt",
-        "dots3_note",
-        "emu3",
-        "fuyu",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gemma4_unified",
-        "gemma4_unified_assistant",
-        "got_ocr2",
-        "llama4",
-        "mllama",
-        "moshi",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen4_exp",
-    ]
-)
+COMPOSITE = frozenset([
+    "blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified",
+    "gemma4_unified_assistant", "got_ocr2", "llama4", "mllama", "moshi", "qwen3_5", "qwen3_5_moe",
+    "qwen4_exp",
+])  # fmt: skip
 # Their class refuses its own defaults.
 NO_DEFAULT = frozenset({"gemma4_assistant"})
 # Their defaults leave out sizes that a model needs, so that only a published config can be built.
-NO_DEFAULT_MODEL = frozenset(
-    [
-        "cohere_compass_text",
-        "dots1",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "lfm2_moe",
-        "ministral",
-        "nemotron",
-        "qwen4_exp_text",
-    ]
-)
+NO_DEFAULT_MODEL = frozenset([
+    "cohere_compass_text", "dbrx", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral",
+    "nemotron", "qwen4_exp_text",
+])  # fmt: skip
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -237,7 +180,7 @@ def _saved(family: str, folder: Path) -> str:
 
 
 def test_what_transformers_saves_is_right_for_every_causal_family(tmp_path: Path) -> None:
-    """Field report U-15: a key that it wrote is no misspelt one, and a misspelt one beside it is still found."""
+    """A key that it wrote is no misspelt one, and a misspelt one beside it is still found."""
     for family in FAMILIES:
         if family in NO_DEFAULT:
             with pytest.raises(StrictDataclassClassValidationError):
@@ -256,7 +199,7 @@ def test_what_transformers_saves_is_right_for_every_causal_family(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_every_causal_family_is_built_without_memory_from_what_transformers_saves(tmp_path: Path) -> None:
+def test_every_causal_family_is_built_without_memory_from_what_was_saved(tmp_path: Path) -> None:
     for family in FAMILIES:
         if family in ENCODERS | COMPOSITE | NO_DEFAULT:
             continue
@@ -274,7 +217,7 @@ def test_without_transformers_arithmetic_is_all() -> None:
     with without_transformers():
         assert check_model(json.dumps(tiny.LLAMA | {"hidden_act": 3, "hiden_size": 3})) == []
         assert len(check_model(json.dumps(tiny.LLAMA | {"initializer_range": 0}))) == 1
-        assert len(check_model(json.dumps(tiny.LLAMA | {"num_attention_heads": 7}))) == 1
+        assert len(check_model(json.dumps(tiny.LLAMA | {"hidden_size": 66}))) == 1
     assert len(check_model(json.dumps(tiny.LLAMA | {"hidden_act": 3, "hiden_size": 3}))) == 2
 
 
