@@ -50,6 +50,7 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads")
 LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers")
 EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SIZE_KEYS = (*WIDTH_KEYS, *HEADS_KEYS, *LAYERS_KEYS, "num_key_value_heads", "head_dim", "intermediate_size")
+_ACTIVATION_KEYS = ("hidden_act", "activation_function", "hidden_activation")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "sliding_window")
 
 # Keys that config classes do not declare: the code of models reads the first, nothing reads the others.
@@ -208,7 +209,7 @@ def _read(config_text: str) -> _Reading:
         return _Reading(None, {}, (), (problem,))
     kind = _config_class(config["model_type"])
     given = _without_foreign_tokens(kind, config)
-    by_key: dict[str, str] = {}
+    by_key = dict(_unknown_activations(config))
     problems: list[tuple[str | None, str]] = [*_unknown_keys(given, kind)]
     parsed, refusal = None, None
     while parsed is None and refusal is None:
@@ -318,6 +319,17 @@ def _unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, st
             close = get_close_matches(key, sorted(own), n=1, cutoff=0.6)
             hint = f'did you mean "{close[0]}"?' if close else "remove it"
             yield key, f'{kind.__name__} has no key "{key}"; {hint}'
+
+
+def _unknown_activations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from transformers.activations import ACT2CLS
+
+    for key in _ACTIVATION_KEYS:
+        name = config.get(key)
+        if isinstance(name, str) and name not in ACT2CLS:
+            close = get_close_matches(name, sorted(ACT2CLS), n=1)
+            hint = f'; did you mean "{close[0]}"?' if close else ""
+            yield key, f'"{key}" = {shown(name)}; expected one of {", ".join(sorted(ACT2CLS))}{hint}'
 
 
 def _wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -55,6 +55,7 @@ def test_each_problem_of_a_config_is_found(change: dict[str, Any], message: str)
 
 # What to set in a small Llama, and the one message.
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_act": "silo"}, 'xielu; did you mean "silu"?'),
     (
         {"hidden_act": 3},
         "\"hidden_act\" = 3: refused by LlamaConfig: Field 'hidden_act' expected str, got int",
