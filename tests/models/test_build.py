@@ -73,7 +73,7 @@ def test_a_dry_build_needs_no_memory_for_the_weights() -> None:
         ({}, "flash_attention_9", 'conf.json: "llama" cannot be built (attention flash_attention_9): '),
         ({"model_type": "lama"}, None, 'conf.json: model_type "lama" is no causal language model'),
         (
-            {"hidden_act": "nope"},
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarm", "factor": 2.0}},
             None,
             'conf.json: "llama" cannot be built (attention automatic): KeyError: ',
         ),

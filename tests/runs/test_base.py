@@ -260,9 +260,9 @@ def test_a_tensor_that_cannot_be_read_ends_every_rank_alike(tmp_path: Path) -> N
 
 
 def _start_on_a_sick_disk(world: World, run_file: str) -> Ended:
-    from ds_pretrain.models import loading
+    import safetensors
 
-    opened: Any = vars(loading)["safe_open"]
+    opened: Any = safetensors.safe_open
 
     class Sick:
         def __init__(self, *words: Any) -> None:
@@ -281,7 +281,7 @@ def _start_on_a_sick_disk(world: World, run_file: str) -> Ended:
             tensor: torch.Tensor = self._file.get_tensor(name)
             return tensor
 
-    vars(loading)["safe_open"] = Sick  # in a process that ends with the test
+    vars(safetensors)["safe_open"] = Sick  # in a process that ends with the test
     return start(world, run_file)
 
 
