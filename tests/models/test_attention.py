@@ -39,7 +39,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **WINDOWED,
 }
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-each_family = pytest.mark.parametrize("family", FAMILIES)
+IN_EACH_RUN = ("llama", "qwen3", "gpt2", "gemma3", "qwen3_moe")
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in IN_EACH_RUN else pytest.mark.slow) for f in FAMILIES]
+)
 
 
 def _model(config: dict[str, Any], kernel: str, recompute: bool = False) -> Any:
