@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from time import monotonic
 
-from ds_pretrain.config.spans import multiples
-from ds_pretrain.config.timeline import Duration, Timeline
+from ds_pretrain.config.timeline import Duration, Timeline, multiples
 
 
 def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) -> bool:

@@ -8,7 +8,8 @@ them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -286,6 +287,120 @@ def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
         return []
     small = [w for w in range(1, isqrt(micro_batches) + 1) if micro_batches % w == 0]
     return sorted({*small, *(micro_batches // w for w in small)})
+
+
+# Durations laid onto a run. Behind its end, where a step of a shortened run may lie, its last batch counts.
+
+
+def step_after(timeline: Timeline, step: int, duration: Duration) -> int:
+    """The first step by which steps or tokens of a duration are done after `step`."""
+    if duration.unit == "steps":
+        return step + int(duration.amount)
+    wanted = _tokens_before(timeline, step) + duration.amount
+    if (missing := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + ceil(missing / timeline.segments[-1].tokens_per_step)
+    return max(step, timeline.step_at(wanted))
+
+
+def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
+    """The last step from which steps or tokens of a duration were done up to `step`; at least 0."""
+    if duration.unit == "steps":
+        return max(0, step - int(duration.amount))
+    wanted = _tokens_before(timeline, step) - duration.amount
+    if wanted <= 0:
+        return 0
+    if (more := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + int(more // timeline.segments[-1].tokens_per_step)
+    first = timeline.step_at(wanted)
+    return first - (timeline.tokens_before(first) > wanted)
+
+
+def _tokens_before(timeline: Timeline, step: int) -> int:
+    beyond = max(0, step - timeline.last_step)
+    return timeline.tokens_before(step - beyond) + beyond * timeline.segments[-1].tokens_per_step
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """The multiples of an amount that a run comes by; plain numbers, so that another process can be told."""
+
+    every: int
+    pieces: tuple[tuple[int, int, int], ...]  # from which step on, the amount before it and that of a step
+
+    def before(self, step: int) -> int:
+        """How many multiples the first `step` steps reach."""
+        first, amount, of_step = self.pieces[bisect_right(self.pieces, step, key=lambda p: p[0]) - 1]
+        return (amount + (step - first) * of_step) // self.every
+
+
+def multiples(every: Duration, timeline: Timeline) -> Multiples:
+    """Those of a duration in steps or tokens."""
+    if every.unit == "steps":
+        return Multiples(int(every.amount), ((0, 0, 1),))
+    pieces = ((s.first_step, s.first_token, s.tokens_per_step) for s in timeline.segments)
+    return Multiples(int(every.amount), tuple(pieces))
+
+
+# What a source is cut into, so that phases of any sequence length read it on.
+
+
+def chunk_lengths(
+    seq_lens: Mapping[str, int],
+    weights: Mapping[str, Mapping[str, float]],
+    declared: Mapping[str, int | None],
+) -> dict[str, int]:
+    """Tokens of a chunk of each source that a phase draws from: as declared, or its longest samples.
+
+    `seq_lens` and `weights` are by phase.
+    """
+    longest: dict[str, int] = {}
+    for phase, seq_len in seq_lens.items():
+        for name in weights[phase]:
+            longest[name] = max(seq_len, longest.get(name, 0))
+    return {name: declared.get(name) or length for name, length in longest.items()}
+
+
+def chunk_problems(
+    seq_lens: Mapping[str, int],
+    weights: Mapping[str, Mapping[str, float]],
+    chunk_tokens: Mapping[str, int],
+) -> list[str]:
+    """Phases whose sequences do not cut a source's chunks into whole pieces."""
+    problems = []
+    for name, longest in chunk_lengths(seq_lens, weights, {}).items():
+        used = {phase: length for phase, length in seq_lens.items() if name in weights[phase]}
+        chunk = chunk_tokens[name]
+        bad = [f"phases.{phase}.seq_len = {length:,}" for phase, length in used.items() if chunk % length]
+        if not bad:
+            continue
+        declared = "" if chunk == longest else f"sources.{name}.chunk_tokens = {chunk:,} and "
+        taken = ", ".join(f"{phase} {length:,}" for phase, length in used.items())
+        problems.append(
+            f"{declared}{' and '.join(bad)}: sources.{name} is read in chunks of {chunk:,} tokens (its "
+            f"phases take {taken}), which sequences of every phase must divide; choose lengths "
+            "that divide one another, or give the phase a source of another name with the same path, which "
+            "has an order of its own and repeats what was read under the first name"
+        )
+    return problems
+
+
+def changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
+    """Why a run cannot go on with other chunks; `old` holds the sources that something was read of.
+
+    One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
+    """
+    return [
+        f"sources.{name} was read in chunks of {old[name]:,} tokens, and would go on in chunks of "
+        f"{tokens:,}: what was read would be read again, and other tokens left out; set "
+        f"sources.{name}.chunk_tokens = {old[name]}"
+        + (
+            ""
+            if tokens < old[name]
+            else ", and give the phase with longer sequences a source of another name with the same path"
+        )
+        for name, tokens in new.items()
+        if tokens is not None and name in old and tokens != old[name]
+    ]
 
 
 def _number(text: str) -> Fraction:

@@ -11,8 +11,7 @@ import torch
 
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams, seed_streams
 from ds_pretrain.config.deepspeed import resolve_deepspeed, uses_bf16
-from ds_pretrain.config.plan import Plan
-from ds_pretrain.config.run_problems import micro_sequences
+from ds_pretrain.config.plan import Plan, micro_sequences
 from ds_pretrain.core.distributed import World, gather_objects, uses_gpu
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.files import write_atomic

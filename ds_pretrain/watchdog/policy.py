@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_pretrain.config.spans import step_after, step_before
-from ds_pretrain.config.timeline import Duration, Timeline
+from ds_pretrain.config.timeline import Duration, Timeline, step_after, step_before
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.core.text import counted
 from ds_pretrain.watchdog.detector import Verdict

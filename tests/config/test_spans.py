@@ -2,8 +2,16 @@
 
 import pytest
 
-from ds_pretrain.config.spans import Multiples, multiples, step_after, step_before
-from ds_pretrain.config.timeline import Stage, Timeline, make_timeline, parse_duration
+from ds_pretrain.config.timeline import (
+    Multiples,
+    Stage,
+    Timeline,
+    make_timeline,
+    multiples,
+    parse_duration,
+    step_after,
+    step_before,
+)
 
 # Steps of 64 tokens, from step 10 on of 128, from step 20 on (another phase) of 128 in longer sequences.
 BATCHES = [(parse_duration("0 steps"), 64), (parse_duration("10 steps"), 128)]
