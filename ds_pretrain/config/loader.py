@@ -67,9 +67,10 @@ def find_errors(data: Mapping[str, Any], root: type[BaseModel]) -> list[Any]:
     return []
 
 
-def explain(error: Any, root: type[BaseModel]) -> str:
-    """One error of pydantic's as: where, what was found, what was expected."""
+def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
+    """One error of pydantic's as: where, what was found, what was expected. `within`: where `root` lies."""
     where, section = _locate(error["loc"], root)
+    where = within + where
     kind, text = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
         known = [field.alias or name for name, field in section.model_fields.items()]

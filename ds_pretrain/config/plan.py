@@ -13,7 +13,7 @@ from os.path import abspath
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.deepspeed import check_deepspeed, parse_deepspeed, sequence_parallel_size
+from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, parse_deepspeed, sequence_parallel_size
 from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.schedule import Cosine, Schedule, Wsd, rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
@@ -104,12 +104,11 @@ class Plan:
 
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
-        name = self.timeline.at(step).phase
-        return next(phase for phase in self.run.phases if phase.name == name)
+        return self.run.phase(self.timeline.at(step).phase)
 
     def micro_sequences(self, step: int) -> int:
         """Sequences of a micro-batch of that update."""
-        return micro_sequences(self.run, self.phase_at(step))
+        return self.run.micro_sequences(self.timeline.at(step).phase)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -178,16 +177,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         raise InputError(problems)
     stages, sizes, _ = layout(run)
     timeline = make_timeline(stages, sizes, run.schedule.length)
-    problems += check_deepspeed(
-        deepspeed,
-        run.deepspeed,
-        str(path),
-        peak=run.schedule.peak,
-        sequences=timeline.segments[0].sequences,
-        micro_sequences=micro_sequences(run, run.phases[0]),
-        accumulation=run.batch.accumulation,
-        varies=varies(run, timeline),
-    )
+    problems += check_deepspeed(deepspeed, run, timeline, str(path))
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
         raise InputError(problems)
@@ -242,12 +232,6 @@ def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) ->
     return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
 
 
-def varies(run: Run, timeline: Timeline) -> bool:
-    """True if steps, or their micro-batches, are not all of one size."""
-    micro = {phase.name: micro_sequences(run, phase) for phase in run.phases}
-    return len({(segment.sequences, micro[segment.phase]) for segment in timeline.segments}) > 1
-
-
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
     if world_size < 1:
@@ -281,7 +265,13 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
             f"{'; '.join(other_counts)}, but batch.accumulation = {asked}; delete batch.accumulation, or "
             "change the batch or the number of ranks"
         )
-    return [f"{plan.run_path}: {problem}" for problem in problems]
+    first = plan.timeline.segments[0]
+    count = accumulation(first.sequences, plan.micro_sequences(0), world_size // shared)
+    in_json = check_ranks(plan.deepspeed, world_size, asked or count, plan.run_path)
+    return [
+        *(f"{plan.run_path}: {problem}" for problem in problems),
+        *(f"{plan.run.deepspeed}: {problem}" for problem in in_json),
+    ]
 
 
 def _where(plan: Plan, segments: Sequence[Segment]) -> str:
@@ -387,11 +377,6 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
         yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'
 
 
-def micro_sequences(run: Run, phase: PhaseSection) -> int:
-    """Sequences of a micro-batch in a phase."""
-    return phase.micro_sequences or run.batch.micro_sequences
-
-
 def decay_steps(section: WsdSection, timeline: Timeline) -> int:
     """The steps of a decay, which ends with the run: from a phase's start, or of so many tokens."""
     if isinstance(section.decay, str):
@@ -449,11 +434,14 @@ def _batch_problems(run: Run) -> Iterator[str]:
     for index, (start, tokens) in enumerate(sizes):
         phases = [run.phases[stage] for batch, stage in met if batch == index]
         name = "batch.tokens" if tokens == run.batch.tokens else f'batch.ramp."{start}"'
-        unit = lcm(*(phase.seq_len * micro_sequences(run, phase) for phase in phases))
+        unit = lcm(*(phase.seq_len * run.micro_sequences(phase.name) for phase in phases))
         nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
         for phase in phases:
             whole, rest = divmod(tokens, phase.seq_len)
-            micro, length = micro_sequences(run, phase), f"phases.{phase.name}.seq_len = {phase.seq_len:,}"
+            micro, length = (
+                run.micro_sequences(phase.name),
+                f"phases.{phase.name}.seq_len = {phase.seq_len:,}",
+            )
             if rest or not whole:
                 yield (
                     f"{name} = {tokens:,} is not a whole number of sequences of {length}; "
@@ -476,7 +464,7 @@ def _accumulation_problems(run: Run, met: Sequence[tuple[int, PhaseSection]]) ->
     if asked is None:
         return
     for tokens, phase in met:
-        count, rest = divmod(tokens, phase.seq_len * micro_sequences(run, phase))
+        count, rest = divmod(tokens, phase.seq_len * run.micro_sequences(phase.name))
         if not rest:
             where.setdefault(count, []).append(f"{tokens:,} tokens in phase {phase.name}")
     if len(where) > 1:

@@ -96,7 +96,8 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _one_or_more(value: Any) -> Any:
+def one_or_more(value: Any) -> Any:
+    """A list of TOML, or what stands for a list of one, as what is frozen."""
     return as_tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -127,7 +128,7 @@ Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
 Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
 ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
 Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
-Triggers = Annotated[tuple[Trigger, ...], BeforeValidator(_one_or_more)]
+Triggers = Annotated[tuple[Trigger, ...], BeforeValidator(one_or_more)]
 
 
 def _share_or_phase(value: Any) -> Duration | str:
@@ -345,3 +346,11 @@ class Run(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     watchdog: WatchdogSection = WatchdogSection()
     monitor: MonitorSection = MonitorSection()
+
+    def phase(self, name: str) -> PhaseSection:
+        """The phase of that name. There must be one."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def micro_sequences(self, phase: str) -> int:
+        """Sequences of a micro-batch in a phase."""
+        return self.phase(phase).micro_sequences or self.batch.micro_sequences

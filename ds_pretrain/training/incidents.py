@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from ds_pretrain.config.known_bad import installed_versions, non_finite_advice
+from ds_pretrain.config.deepspeed import non_finite_advice
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.jsonl import METRICS, read_metrics_backwards
@@ -125,7 +125,7 @@ class Incidents:
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
         if not self._has_advised:
-            advice = non_finite_advice(self._plan.deepspeed, installed_versions(), self._plan.run.deepspeed)
+            advice = non_finite_advice(self._plan.deepspeed, self._plan.run.deepspeed)
             self._monitor.report("warning", advice, step=step)
         self._has_advised = True
 

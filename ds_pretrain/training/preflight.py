@@ -10,9 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from ds_pretrain.checkpoint.manifest import published, step_of
-from ds_pretrain.config.deepspeed import check_deepspeed, uses_bf16, zero_stage
-from ds_pretrain.config.known_bad import bad_versions, installed_versions
-from ds_pretrain.config.plan import Plan, check_world, varies
+from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
+from ds_pretrain.config.plan import Plan, check_world
 from ds_pretrain.config.schema import HeldOutSection
 from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.core.errors import InputError
@@ -104,20 +103,9 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += _base_problems(plan, inputs)
     problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
-    problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
+    problems += version_problems()
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
-        problems += check_deepspeed(
-            plan.deepspeed,
-            plan.run.deepspeed,
-            plan.run_path,
-            peak=plan.run.schedule.peak,
-            sequences=plan.timeline.segments[0].sequences,
-            micro_sequences=plan.micro_sequences(0),
-            accumulation=plan.run.batch.accumulation,
-            varies=varies(plan.run, plan.timeline),
-            world_size=world_size,
-        )
     return list(dict.fromkeys(problems))
 
 
@@ -136,8 +124,6 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     shared = f", {together} ranks share each sequence" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
-    for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
-        yield f"warning    {warning}"
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)

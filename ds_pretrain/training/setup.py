@@ -11,7 +11,7 @@ import torch
 
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams, seed_streams
 from ds_pretrain.config.deepspeed import resolve_deepspeed, uses_bf16
-from ds_pretrain.config.plan import Plan, micro_sequences
+from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects, uses_gpu
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.files import write_atomic
@@ -175,7 +175,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
     """The feed of this rank, which is that of its neighbors where they share sequences."""
-    micro = {phase.name: micro_sequences(plan.run, phase) for phase in plan.run.phases}
+    micro = {phase.name: plan.run.micro_sequences(phase.name) for phase in plan.run.phases}
     sampler = open_sampler(plan, inputs.sources)
     readers = world.readers(plan.sequence_parallel_size)
     return Feed(sampler, inputs.sources, readers, micro, plan.run.model.mask_documents)

@@ -373,7 +373,7 @@ def test_p30_no_size_of_the_json_fits_what_a_ramp_is_not(tmp_path: Path) -> None
     assert find_problems(plan, open_inputs(plan), 1, "here") == []
     with pytest.raises(InputError) as raised:
         _plan(tmp_path / "other", deepspeed=deepspeed_json(train_batch_size=4))
-    assert "sets `train_batch_size` = 4, but" in str(raised.value)
+    assert "`train_batch_size` = 4, but" in str(raised.value)
     assert (
         "gives 8 (batch.tokens / seq_len in the first step, and others later: no number fits them all); "
         "delete it from the JSON: the run file owns the batch"

@@ -157,8 +157,8 @@ def test_p12_a_rate_in_the_json_names_both_values_and_both_files(tmp_path: Path)
     problems = problems_of(run_file)
     assert len(problems) == 2
     json_file = tmp_path / "deepspeed.json"
-    assert f"{json_file} sets `scheduler`" in problems[0]
-    rates = f"{json_file} sets `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak = 0.01"
+    assert f"{json_file}: `scheduler` is set" in problems[0]
+    rates = f"{json_file}: `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak = 0.01"
     assert rates in problems[1]
 
 
