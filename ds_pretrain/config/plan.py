@@ -15,31 +15,25 @@ from typing import Any
 
 from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, parse_deepspeed, sequence_parallel_size
 from ds_pretrain.config.loader import parse_run
-from ds_pretrain.config.schedule import Cosine, Schedule, Wsd, rule_factor
+from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
 from ds_pretrain.config.timeline import (
     MOST,
     Duration,
-    Layout,
     Multiples,
     Segment,
-    Sizes,
-    Stage,
     Timeline,
     Unit,
     accumulation,
     chunk_lengths,
-    lay_out,
-    make_timeline,
     multiples,
-    parse_duration,
+    steps_of_tokens,
     to_steps,
     worlds_that_divide,
 )
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import counted, listed, parse_json, read_text
 from ds_pretrain.models.pretrained import Base, read_base
-from ds_pretrain.watchdog.policy import Ladder
 
 # What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
 CHANGEABLE = (
@@ -66,7 +60,7 @@ class Plan:
     model: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
     timeline: Timeline
-    schedule: Schedule
+    schedule: CosineSection | WsdSection  # in steps
     base: Base | None = None  # weights to begin with
 
     @property
@@ -87,20 +81,6 @@ class Plan:
         section = self.run.checkpoint
         shared = str(self.out / "checkpoints") if section.local is not None else None
         return section.ship_to or shared
-
-    @property
-    def ladder(self) -> Ladder:
-        """How the run answers the watchdog."""
-        section = self.run.watchdog
-        return Ladder(
-            respond=section.respond,
-            skip_before=section.skip_before,
-            skip_after=section.skip_after,
-            patience=section.patience,
-            rollbacks=section.rollbacks,
-            stretch=section.stretch,
-            timeline=self.timeline,
-        )
 
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
@@ -175,8 +155,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
-    stages, sizes, _ = layout(run)
-    timeline = make_timeline(stages, sizes, run.schedule.length)
+    timeline = make_timeline(run.phases, run.batch.sizes, run.schedule.length)
     problems += check_deepspeed(deepspeed, run, timeline, str(path))
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
@@ -191,7 +170,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         model=model,
         deepspeed=deepspeed,
         timeline=timeline,
-        schedule=resolve_schedule(run.schedule, timeline),
+        schedule=run.schedule.in_steps(timeline),
         base=base,
     )
 
@@ -221,15 +200,6 @@ def _read_named(
     except InputError as error:
         problems += error.problems
     return texts, deepspeed, model, base, problems
-
-
-def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:
-    """The section with its durations in steps."""
-    length = timeline.last_step
-    warmup = first_steps(section.warmup, timeline)
-    if isinstance(section, CosineSection):
-        return Cosine(section.peak, length, warmup, section.floor)
-    return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
@@ -363,8 +333,9 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
                 f"{run.batch.tokens:,} tokens; at most {MOST[unit]:,} can be trained: shorten it"
             )
             return
-    warmup = first_steps(section.warmup, timeline)
-    decay = decay_steps(section, timeline) if isinstance(section, WsdSection) else 0
+    resolved = section.in_steps(timeline)
+    warmup = resolved.warmup.steps
+    decay = length - resolved.decay_start if isinstance(resolved, WsdSection) else 0
     if warmup + decay > length:
         both = f'schedule.warmup = "{section.warmup}" ({counted(warmup, "step")})'
         if isinstance(section, WsdSection):
@@ -377,40 +348,90 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
         yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'
 
 
-def decay_steps(section: WsdSection, timeline: Timeline) -> int:
-    """The steps of a decay, which ends with the run: from a phase's start, or of so many tokens."""
-    if isinstance(section.decay, str):
-        return timeline.last_step - timeline.phase_start(section.decay)
-    if section.decay.unit == "tokens":
-        before = timeline.total_tokens - section.decay.amount
-        first = timeline.step_at(before)
-        return timeline.last_step - first + (timeline.tokens_before(first) > before)  # no fewer tokens
-    return to_steps(section.decay, 1, timeline.last_step)
+Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
 
 
-def first_steps(duration: Duration, timeline: Timeline) -> int:
-    """A duration from the run's beginning, in steps."""
-    if duration.unit == "tokens":
-        return timeline.step_at(duration.amount)
-    return to_steps(duration, 1, timeline.last_step)
+@dataclass(frozen=True)
+class Layout:
+    """The steps at which phases and sizes of the batch begin, and the end of the run; nothing is checked."""
+
+    phases: tuple[int, ...]
+    batches: tuple[int, ...]
+    end: int
+
+    @property
+    def rises(self) -> bool:
+        """True if each phase and each size has steps of its own."""
+        return all(a < b for begins in (self.phases, self.batches) for a, b in pairwise([*begins, self.end]))
+
+    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Steps in which one phase meets one size, in order: phase, size, first step, end step."""
+        for phase, (begin, after) in enumerate(pairwise([*self.phases, self.end])):
+            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
+                if max(first, begin) < min(stop, after):
+                    yield phase, batch, max(first, begin), min(stop, after)
 
 
-def layout(run: Run) -> tuple[list[Stage], Sizes, Layout]:
-    """Phases, sizes of the batch, and the steps at which each begins."""
-    stages = [Stage(phase.name, phase.seq_len, phase.start) for phase in run.phases]
-    sizes = run.batch.ramp or ((parse_duration("0 steps"), run.batch.tokens),)
-    return stages, sizes, lay_out(stages, sizes, run.schedule.length)
+def lay_out(phases: Sequence[PhaseSection], sizes: Sizes, length: Duration) -> Layout:
+    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
+    begins = [0]
+    for start, _ in sizes[1:]:
+        begins.append(_reached(start, begins, sizes))
+    end = _reached(length, begins, sizes)
+    starts = [0 if phase.start is None else _reached(phase.start, begins, sizes, end) for phase in phases]
+    return Layout((0, *starts[1:]), tuple(begins), end)
+
+
+def make_timeline(phases: Sequence[PhaseSection], batches: Sizes, length: Duration) -> Timeline:
+    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
+
+    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
+    steps. A batch must be whole sequences of each phase that it meets.
+
+    Raises:
+        ValueError: phases or batches that do not rise, or lie behind the end, or do not divide.
+    """
+    layout = lay_out(phases, batches, length)
+    if not layout.rises:
+        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
+    segments: list[Segment] = []
+    samples = tokens = 0
+    draws = [0] * len(phases)
+    for number, batch, first, stop in layout.stretches():
+        phase, (_, size) = phases[number], batches[batch]
+        sequences, rest = divmod(size, phase.seq_len)
+        if rest or not sequences:
+            raise ValueError(f"{size:,} tokens are not whole sequences of {phase.seq_len:,} ({phase.name})")
+        before = samples, tokens, draws[number]
+        segments.append(Segment(phase.name, first, stop, phase.seq_len, sequences, *before))
+        samples += (stop - first) * sequences
+        draws[number] += (stop - first) * sequences
+        tokens += (stop - first) * size
+    return Timeline(tuple(segments))
+
+
+def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
+    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
+    if duration.unit != "tokens":
+        return to_steps(duration, 1, end)
+    step = tokens = 0
+    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
+        step = first + steps_of_tokens(duration.amount - tokens, size)
+        if stop is None or step <= stop:
+            break
+        tokens += (stop - first) * size
+    return step
 
 
 def start_problems(run: Run) -> Iterator[str]:
     """Phases and sizes of the batch that have no steps, or no start."""
-    stages, sizes, laid = layout(run)
+    sizes, laid = run.batch.sizes, lay_out(run.phases, run.batch.sizes, run.schedule.length)
     phases = [(f"phases.{run.phases[0].name}", 0)]
-    for stage, step in zip(stages[1:], laid.stages[1:], strict=True):
-        if stage.start is None:
-            yield f'phases.{stage.name} needs a start, like start = "430_000 steps"'
+    for phase, step in zip(run.phases[1:], laid.phases[1:], strict=True):
+        if phase.start is None:
+            yield f'phases.{phase.name} needs a start, like start = "430_000 steps"'
         else:
-            phases.append((f'phases.{stage.name}.start = "{stage.start}"', step))
+            phases.append((f'phases.{phase.name}.start = "{phase.start}"', step))
     ramp = [(f'batch.ramp."{start}"', step) for (start, _), step in zip(sizes, laid.batches, strict=True)]
     for marks in (phases, ramp):
         for (before, earlier), (name, step) in pairwise(marks):
@@ -429,10 +450,10 @@ def start_problems(run: Run) -> Iterator[str]:
 
 def _batch_problems(run: Run) -> Iterator[str]:
     """Sizes of the batch that do not fit a phase in which a step has them. All starts must have steps."""
-    _, sizes, laid = layout(run)
-    met = dict.fromkeys((batch, stage) for stage, batch, _, _ in laid.stretches())
+    sizes, laid = run.batch.sizes, lay_out(run.phases, run.batch.sizes, run.schedule.length)
+    met = dict.fromkeys((batch, phase) for phase, batch, _, _ in laid.stretches())
     for index, (start, tokens) in enumerate(sizes):
-        phases = [run.phases[stage] for batch, stage in met if batch == index]
+        phases = [run.phases[phase] for batch, phase in met if batch == index]
         name = "batch.tokens" if tokens == run.batch.tokens else f'batch.ramp."{start}"'
         unit = lcm(*(phase.seq_len * run.micro_sequences(phase.name) for phase in phases))
         nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
@@ -454,7 +475,7 @@ def _batch_problems(run: Run) -> Iterator[str]:
                     f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
                     f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
                 )
-    yield from _accumulation_problems(run, [(sizes[batch][1], run.phases[stage]) for batch, stage in met])
+    yield from _accumulation_problems(run, [(sizes[batch][1], run.phases[phase]) for batch, phase in met])
 
 
 def _accumulation_problems(run: Run, met: Sequence[tuple[int, PhaseSection]]) -> Iterator[str]:

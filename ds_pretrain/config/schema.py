@@ -22,8 +22,16 @@ from pydantic import (
     model_validator,
 )
 
-from ds_pretrain.config.schedule import RateRule, Shape
-from ds_pretrain.config.timeline import Duration, Unit, parse_batch_tokens, parse_duration
+from ds_pretrain.config.schedule import RateRule, Shape, cosine_fraction, wsd_fraction
+from ds_pretrain.config.timeline import (
+    Duration,
+    Timeline,
+    Unit,
+    parse_batch_tokens,
+    parse_duration,
+    passes,
+    steps,
+)
 from ds_pretrain.core.text import shown
 
 
@@ -101,22 +109,22 @@ def one_or_more(value: Any) -> Any:
     return as_tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-_START = replace(parse_duration("0 steps"), text="0")
+_START = replace(steps(0), text="0")
 
 
 def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
     """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
     if not isinstance(value, dict) or not value:
         raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
-    steps = [
+    sizes = [
         (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
         for start, tokens in value.items()
     ]
-    if wrong := [start for start, _ in steps if start.unit not in ("steps", "tokens")]:
+    if wrong := [start for start, _ in sizes if start.unit not in ("steps", "tokens")]:
         raise ValueError(f'"{wrong[0]}" is in {wrong[0].unit}; expected steps or tokens')
-    if steps[0][0].amount != 0:
-        raise ValueError(f'a ramp begins with "0"; its first key is "{steps[0][0]}"')
-    return tuple(steps)
+    if sizes[0][0].amount != 0:
+        raise ValueError(f'a ramp begins with "0"; its first key is "{sizes[0][0]}"')
+    return tuple(sizes)
 
 
 def _ramp_text(ramp: Any) -> Any:
@@ -187,17 +195,31 @@ class ModelSection(Section):
 
 
 class CosineSection(Section):
-    """Warmup and cosine."""
+    """Warmup and cosine. Rates are those of a section `in_steps`."""
 
     kind: Literal["cosine"]
     length: Length
     peak: Positive
     warmup: Share
-    floor: Fraction01 = 0.1
+    floor: Fraction01 = 0.1  # as a share of the peak
+
+    def in_steps(self, timeline: Timeline) -> Self:
+        """The same with each duration in steps of this timeline."""
+        length, warmup = timeline.last_step, timeline.steps_of(self.warmup)
+        return self.model_copy(update={"length": steps(length), "warmup": steps(warmup)})
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update after `step` finished steps."""
+        return self.peak * cosine_fraction(step, self.length.steps, self.warmup.steps, self.floor)
+
+    def corners(self) -> dict[str, int]:
+        """The steps at which the schedule changes its nature, by name, in order."""
+        length, warmup = self.length.steps, self.warmup.steps
+        return {"start": 0, "warmup end": warmup, "middle": (warmup + length) // 2, "last": length - 1}
 
 
 class WsdSection(Section):
-    """Warmup, stable, decay."""
+    """Warmup, stable, decay. Rates are those of a section `in_steps`."""
 
     kind: Literal["wsd"]
     length: Length
@@ -205,7 +227,44 @@ class WsdSection(Section):
     warmup: Share
     decay: ShareOrPhase  # a phase's name: from its start to the end of the run
     shape: Shape = "1-sqrt"
-    floor: Fraction01 = 0.0
+    floor: Fraction01 = 0.0  # as a share of the peak
+
+    def in_steps(self, timeline: Timeline) -> Self:
+        """The same with each duration in steps of this timeline."""
+        length, warmup, decay = timeline.last_step, timeline.steps_of(self.warmup), self.decay
+        if isinstance(decay, str):
+            first = timeline.phase_start(decay)
+        elif decay.unit == "tokens":
+            before = timeline.total_tokens - decay.amount
+            first = timeline.step_at(before)
+            first -= timeline.tokens_before(first) > before  # no fewer tokens
+        else:
+            first = length - timeline.steps_of(decay)
+        durations = {"length": steps(length), "warmup": steps(warmup), "decay": steps(length - first)}
+        return self.model_copy(update=durations)
+
+    @property
+    def decay_start(self) -> int:
+        """The first step of the decay; the stable stretch is derived, never given."""
+        assert isinstance(self.decay, Duration)
+        return self.length.steps - self.decay.steps
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update after `step` finished steps."""
+        length, warmup = self.length.steps, self.warmup.steps
+        decay = length - self.decay_start
+        return self.peak * wsd_fraction(step, length, warmup, decay, self.shape, self.floor)
+
+    def corners(self) -> dict[str, int]:
+        """The steps at which the schedule changes its nature, by name, in order."""
+        length, warmup, decay_start = self.length.steps, self.warmup.steps, self.decay_start
+        return {
+            "start": 0,
+            "warmup end": warmup,
+            "middle": (warmup + decay_start) // 2,
+            "decay start": decay_start,
+            "last": length - 1,
+        }
 
 
 class BatchSection(Section):
@@ -217,6 +276,11 @@ class BatchSection(Section):
     ramp: Ramp | None = None  # sizes before `tokens` is reached
     rate_rule: Rule = "none"  # the rate at another batch than `rate_tokens`
     rate_tokens: BatchTokens | None = None  # the batch that schedule.peak is meant for; None: `tokens`
+
+    @property
+    def sizes(self) -> Ramp:
+        """From when on a step has how many tokens."""
+        return self.ramp or ((steps(0), self.tokens),)
 
 
 class HeldOutSection(Section):
@@ -286,6 +350,10 @@ class ValidationSection(Section):
     tokens: BatchTokens  # of each source
     retrieval: bool = False  # also hide keys in its text, and ask for them
 
+    def is_due(self, step: int, timeline: Timeline) -> bool:
+        """True if it is time to validate after `step` finished steps."""
+        return passes(self.every, step, timeline)
+
 
 class CheckpointSection(Section):
     """When and where to save, and what to keep. The first and the last step are always saved."""
@@ -299,6 +367,10 @@ class CheckpointSection(Section):
     verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
     mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
     stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
+
+    def is_due(self, step: int, timeline: Timeline) -> bool:
+        """True if it is time to save after `step` finished steps, apart from what a clock says."""
+        return any(passes(every, step, timeline) for every in self.every if every.unit != "seconds")
 
 
 class WatchdogSection(Section):

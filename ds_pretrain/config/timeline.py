@@ -9,11 +9,10 @@ them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from itertools import pairwise
 from math import ceil, isqrt
 from typing import Literal
 
@@ -59,6 +58,17 @@ class Duration:
         """Seconds of a wall-clock duration."""
         assert self.unit == "seconds"
         return float(self.amount)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a duration that counts them."""
+        assert self.unit == "steps"
+        return int(self.amount)
+
+
+def steps(number: int) -> Duration:
+    """So many steps."""
+    return Duration(Fraction(number), "steps", f"{number} steps")
 
 
 def parse_duration(text: str) -> Duration:
@@ -144,10 +154,20 @@ class Timeline:
         """The first step boundary at which so many tokens have been read; the last one if there is none."""
         for segment in self.segments:
             missing = tokens - segment.first_token
-            step = segment.first_step + _steps_of_tokens(missing, segment.tokens_per_step)
+            step = segment.first_step + steps_of_tokens(missing, segment.tokens_per_step)
             if step <= segment.end_step:
                 return step
         return self.last_step
+
+    def steps_of(self, duration: Duration) -> int:
+        """A duration from the run's beginning, in steps."""
+        if duration.unit == "tokens":
+            return self.step_at(duration.amount)
+        return to_steps(duration, 1, self.last_step)
+
+    def ends_phase(self, step: int) -> bool:
+        """True if the step after `step` finished ones is the first of another phase."""
+        return step < self.last_step and self.at(step).phase != self.at(step - 1).phase
 
     def phase_start(self, phase: str) -> int:
         """The first step of a phase. There must be one of that name."""
@@ -175,91 +195,8 @@ class Timeline:
         return self.segments[-1] if step == self.last_step else self.at(step)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A phase as a run file gives it. Only the first may begin without a word of when."""
-
-    name: str
-    seq_len: int
-    start: Duration | None = None
-
-
-Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The steps at which stages and sizes of the batch begin, and the end of the run; nothing is checked."""
-
-    stages: tuple[int, ...]
-    batches: tuple[int, ...]
-    end: int
-
-    @property
-    def rises(self) -> bool:
-        """True if each stage and each size has steps of its own."""
-        return all(a < b for begins in (self.stages, self.batches) for a, b in pairwise([*begins, self.end]))
-
-    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
-        """Steps in which one stage meets one size, in order: stage, size, first step, end step."""
-        for stage, (begin, after) in enumerate(pairwise([*self.stages, self.end])):
-            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
-                if max(first, begin) < min(stop, after):
-                    yield stage, batch, max(first, begin), min(stop, after)
-
-
-def lay_out(stages: Sequence[Stage], sizes: Sizes, length: Duration) -> Layout:
-    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
-    begins = [0]
-    for start, _ in sizes[1:]:
-        begins.append(_reached(start, begins, sizes))
-    end = _reached(length, begins, sizes)
-    starts = [0 if stage.start is None else _reached(stage.start, begins, sizes, end) for stage in stages]
-    return Layout((0, *starts[1:]), tuple(begins), end)
-
-
-def make_timeline(stages: Sequence[Stage], batches: Sizes, length: Duration) -> Timeline:
-    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
-
-    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
-    steps. A batch must be whole sequences of each phase that it meets.
-
-    Raises:
-        ValueError: stages or batches that do not rise, or lie behind the end, or do not divide.
-    """
-    layout = lay_out(stages, batches, length)
-    if not layout.rises:
-        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
-    segments: list[Segment] = []
-    samples = tokens = 0
-    draws = [0] * len(stages)
-    for number, batch, first, stop in layout.stretches():
-        stage, (_, size) = stages[number], batches[batch]
-        sequences, rest = divmod(size, stage.seq_len)
-        if rest or not sequences:
-            raise ValueError(f"{size:,} tokens are not whole sequences of {stage.seq_len:,} ({stage.name})")
-        before = samples, tokens, draws[number]
-        segments.append(Segment(stage.name, first, stop, stage.seq_len, sequences, *before))
-        samples += (stop - first) * sequences
-        draws[number] += (stop - first) * sequences
-        tokens += (stop - first) * size
-    return Timeline(tuple(segments))
-
-
-def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
-    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
-    if duration.unit != "tokens":
-        return to_steps(duration, 1, end)
-    step = tokens = 0
-    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
-        step = first + _steps_of_tokens(duration.amount - tokens, size)
-        if stop is None or step <= stop:
-            break
-        tokens += (stop - first) * size
-    return step
-
-
-def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+def steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+    """Steps that read so many tokens; a part of a step counts as one."""
     return max(0, ceil(Fraction(tokens) / tokens_per_step))
 
 
@@ -318,6 +255,12 @@ def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
 def _tokens_before(timeline: Timeline, step: int) -> int:
     beyond = max(0, step - timeline.last_step)
     return timeline.tokens_before(step - beyond) + beyond * timeline.segments[-1].tokens_per_step
+
+
+def passes(every: Duration, step: int, timeline: Timeline) -> bool:
+    """True if `step` finished steps, or the tokens they read, pass a multiple of a duration."""
+    done = timeline.tokens_before if every.unit == "tokens" else int
+    return done(step) // every.amount > done(step - 1) // every.amount
 
 
 @dataclass(frozen=True)

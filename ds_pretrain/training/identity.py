@@ -5,10 +5,10 @@ Every checkpoint keeps it, and `past.py` compares it with what a start says.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ds_pretrain.config.plan import Plan
+from ds_pretrain.config.timeline import Duration
 from ds_pretrain.core.text import shown
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
@@ -27,7 +27,7 @@ def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
     """
     fields = plan.run.model_dump(mode="json")
     identity = {key: fields[key] for key in _IDENTITY}
-    identity["schedule"] = {"kind": plan.run.schedule.kind, **asdict(plan.schedule)}  # in steps
+    identity["schedule"] = {k: v.steps if isinstance(v, Duration) else v for k, v in plan.schedule}
     identity["batch"] = _batches(plan)  # how a rank takes its share may change
     identity["chunk_tokens"] = plan.chunk_tokens
     identity["phases"] = {phase.name: _phase(plan, phase.name) for phase in plan.run.phases}

@@ -81,7 +81,7 @@ class Incidents:
 
     def _open_ones(self, state: RunState) -> dict[int, Rollback]:
         """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
-        ladder, patience = self._plan.ladder, self._patience
+        patience = self._patience
         healthy_since = state.step - state.num_healthy
         return {
             number: rollback
@@ -89,8 +89,11 @@ class Incidents:
             if rollback.response != "stop" and number not in self._concluded
             if state.step < max(rollback.step, healthy_since) + patience  # else it was passed in health
             if state.step < rollback.step + _LOOK_BACK * patience
-            if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
+            if not any(self._is_same_place(rollback, later.onset) for later in state.rollbacks[number:])
         }
+
+    def _is_same_place(self, rollback: Rollback, onset: int) -> bool:
+        return is_same_place(self._plan.run.watchdog, self._plan.timeline, rollback, onset)
 
     def note(self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict) -> None:
         """Take one step; `state` is the one after it."""
@@ -131,7 +134,7 @@ class Incidents:
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
-        for number in [n for n, r in self._open.items() if is_same_place(self._plan.ladder, r, onset)]:
+        for number in [n for n, r in self._open.items() if self._is_same_place(r, onset)]:
             rollback = self._open.pop(number)
             self._conclude(number, step, came_back=True)
             message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"
