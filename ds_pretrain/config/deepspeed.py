@@ -18,7 +18,6 @@ from pydantic import BeforeValidator, Field, create_model
 from ds_pretrain.config.loader import explain, find_errors
 from ds_pretrain.config.schema import Fraction01, Positive, Run, Section, as_tuple, one_or_more
 from ds_pretrain.config.timeline import Timeline
-from ds_pretrain.core.text import parse_json
 
 VERSIONS = ((0, 19, 8), (0, 20))  # from the first on, below the second; pyproject.toml says the same
 
@@ -39,7 +38,6 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(as_tuple)]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 _TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
-_Object = dict[str, Any]
 _Device = Literal["none", "cpu", "nvme"]
 _Passes = Annotated[tuple[Literal["z1", "z3", "autosp", "autotp"], ...], BeforeValidator(as_tuple)]
 _Dtype = Literal["fp32", "bf16", "float32", "bfloat16", "torch.float32", "torch.bfloat16"]
@@ -49,9 +47,10 @@ _LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], 
 _TagValidation = Annotated[Literal["warn", "ignore", "fail"], BeforeValidator(_lower)]
 
 
-def _section(name: str, *groups: tuple[Any, str]) -> type[Section]:
-    """A section of the JSON: groups of keys that hold values of one type. Every key may be left out."""
+def _section(name: str, *groups: tuple[Any, str], required: tuple[str, ...] = ()) -> type[Section]:
+    """A section of the JSON: groups of keys that hold values of one type. Most keys may be left out."""
     fields: dict[str, Any] = {key: (kind, None) for kind, keys in groups for key in keys.split()}
+    fields |= {key: (fields[key][0], ...) for key in required}
     return create_model(name, __base__=Section, **fields)
 
 
@@ -92,6 +91,7 @@ ZeroOptimization = _section(
     (OffloadParam | None, "offload_param"),
     (OffloadOptimizer | None, "offload_optimizer"),
     (_section("LeafModule", (_TextOrTexts, "classes names name_suffixes")) | None, "leaf_module"),
+    required=("stage",),
 )
 _Compile = _section(
     "Compile",
@@ -143,6 +143,13 @@ _ADAM = (
 NativeAdam = _section("NativeAdam", *_ADAM, (bool, "bias_correction"))  # DeepSpeed's own, fused or on the CPU
 TorchAdam = _section("TorchAdam", *_ADAM, (bool, "amsgrad capturable"), (bool | None, "foreach fused"))
 Lion = _section("Lion", (_Betas, "betas"), (_Number, "weight_decay"))
+_Optimizer = _section(
+    "Optimizer",
+    (Literal["AdamW", "Adam", "Lion"], "type"),
+    (dict[str, Any], "params"),
+    (bool, "legacy_fusion"),
+    required=("type",),
+)
 # All keys that mean something to a pretraining run. Any other is refused: DeepSpeed would ignore it.
 DeepSpeedJson = _section(
     "DeepSpeedJson",
@@ -154,15 +161,7 @@ DeepSpeedJson = _section(
     (_Compile, "compile"),
     (_section("DataTypes", (_Dtype | None, "grad_accum_dtype")), "data_types"),
     (_FlopsProfiler, "flops_profiler"),
-    (
-        _section(
-            "Optimizer",
-            (Literal["AdamW", "Adam", "Lion"], "type"),
-            (_Object, "params"),
-            (bool, "legacy_fusion"),
-        ),
-        "optimizer",
-    ),
+    (_Optimizer, "optimizer"),
     (_section("Timers", (_section("Throughput", (bool, "enabled synchronized")), "throughput")), "timers"),
     (_TorchAutocast, "torch_autocast"),
     (ZeroOptimization, "zero_optimization"),
@@ -176,6 +175,7 @@ DeepSpeedJson = _section(
     (_Number, "gradient_clipping"),
     (Positive, "gradient_predivide_factor"),
     (_LogLevel | None, "log_level"),
+    required=("optimizer", "zero_optimization"),
 )
 
 # Keys that DeepSpeed knows and that cannot be used here, each with the reason and the way round.
@@ -235,19 +235,12 @@ REFUSED_CHECKPOINT_KEYS = {
 REFUSED = {"": REFUSED_KEYS, "zero_optimization": REFUSED_ZERO_KEYS, "checkpoint": REFUSED_CHECKPOINT_KEYS}
 
 
-def parse_deepspeed(text: str, name: str) -> dict[str, Any]:
-    """The JSON as a dict. Raises InputError on a syntax error or a key given twice."""
-    return parse_json(text, name)
-
-
 def check_deepspeed(config: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> list[str]:
     """Every problem in the JSON, alone and against the run file; both files and both values are named."""
     sound = deepcopy(dict(config))
     problems = [
-        *_auto_values(config),
         *_refused(sound),
         *_wrong_values(sound, DeepSpeedJson),
-        *_missing(config),
         *_optimizer(sound, run, run_path),
         *_batch(sound, run, timeline, run_path),
         *_pairs(sound),
@@ -305,9 +298,7 @@ def non_finite_advice(config: Mapping[str, Any], name: str) -> str:
     )
 
 
-def resolve_deepspeed(
-    config: Mapping[str, Any], *, peak: float, micro_sequences: int, steps_per_print: int | None = None
-) -> dict[str, Any]:
+def resolve_deepspeed(config: Mapping[str, Any], *, peak: float, micro_sequences: int) -> dict[str, Any]:
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
     The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
@@ -320,7 +311,7 @@ def resolve_deepspeed(
         "train_micro_batch_size_per_gpu": micro_sequences,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "steps_per_print": steps_per_print,
+        "steps_per_print": None,
         "optimizer": {**optimizer, "params": {**optimizer.get("params", {}), "lr": peak}},
     }
 
@@ -345,24 +336,6 @@ def gradient_clipping(config: Mapping[str, Any]) -> float | None:
     return float(config["gradient_clipping"]) if config.get("gradient_clipping") else None
 
 
-def _auto_values(node: Any, path: str = "") -> Iterator[str]:
-    if node == "auto":
-        yield (
-            f'`{path}` is "auto", which only the Hugging Face Trainer fills in; '
-            "write a value or delete the key"
-        )
-    children = (
-        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    )
-    for key, value in children:
-        yield from _auto_values(value, f"{path}.{key}" if path else str(key))
-
-
-def _is_auto(value: Any) -> bool:
-    """True for what `_auto_values` reports already."""
-    return value == "auto" or (isinstance(value, list) and "auto" in value)
-
-
 def _refused(sound: dict[str, Any]) -> Iterator[str]:
     """Keys that cannot be used. They are taken out of `sound`."""
     for section, reasons in REFUSED.items():
@@ -383,7 +356,13 @@ def _is_off(value: Any) -> bool:
 def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "") -> Iterator[str]:
     """Unknown keys and values of a wrong kind. They are taken out of `sound`, and rules trust the rest."""
     for error in find_errors(sound, section):
-        if not _is_auto(error["input"]):
+        if error["input"] == "auto" and error["type"] != "extra_forbidden":
+            where = within + ".".join(map(str, error["loc"]))
+            yield (
+                f'`{where}` is "auto", which only the Hugging Face Trainer fills in; '
+                "write a value or delete the key"
+            )
+        else:
             yield explain(error, section, within)
         *path, key = [part for part in error["loc"] if isinstance(part, str)]
         table = sound
@@ -392,22 +371,10 @@ def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "
         table.pop(key, None)
 
 
-def _missing(config: Mapping[str, Any]) -> Iterator[str]:
-    zero, optimizer = config.get("zero_optimization", {}), config.get("optimizer", {})
-    if isinstance(zero, Mapping) and "stage" not in zero:
-        yield "`zero_optimization.stage` is missing; expected 1, 2 or 3"
-    if isinstance(optimizer, Mapping) and "type" not in optimizer:
-        yield (
-            "`optimizer.type` is missing; add one, like "
-            '"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}}'
-        )
-
-
 def _optimizer(sound: Mapping[str, Any], run: Run, run_path: str) -> Iterator[str]:
     optimizer = sound.get("optimizer", {})
     params = optimizer.get("params", {})
-    rate = params.pop("lr", "auto")
-    if rate != "auto":
+    if (rate := params.pop("lr", None)) is not None:
         yield (
             f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak = {run.schedule.peak}; "
             "delete it from the JSON: the run file owns the rate"
@@ -416,7 +383,7 @@ def _optimizer(sound: Mapping[str, Any], run: Run, run_path: str) -> Iterator[st
         yield "`optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
     known = Lion if optimizer.get("type") == "Lion" else TorchAdam if params.get("torch_adam") else NativeAdam
     for problem in _wrong_values(params, known, "optimizer.params."):
-        yield f"{problem} ({known.__name__})"
+        yield f"{problem} ({known.__name__})" if problem.startswith("unknown") else problem
 
 
 def _batch(sound: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from os.path import abspath
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, parse_deepspeed, sequence_parallel_size
+from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, sequence_parallel_size
 from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
@@ -180,26 +180,21 @@ def _read_named(
 ) -> tuple[dict[str, str], dict[str, Any], dict[str, Any], Base | None, list[str]]:
     """The files that a run file names: texts, DeepSpeed JSON, model config, base; what is wrong with them."""
     texts: dict[str, str] = {}
-    deepspeed: dict[str, Any] = {}
-    model: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = {"deepspeed": {}, "model.config": {}}
     problems: list[str] = []
     base = None
-    try:
-        texts["deepspeed"] = read_text(run.deepspeed, f"{path}: deepspeed")
-        deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed)
-    except InputError as error:
-        problems += error.problems
-    try:
-        texts["model.config"] = read_text(run.model.config, f"{path}: model.config")
-        model = parse_json(texts["model.config"], run.model.config)
-    except InputError as error:
-        problems += error.problems
+    for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
+        try:
+            texts[key] = read_text(file, f"{path}: {key}")
+            tables[key] = parse_json(texts[key], file)
+        except InputError as error:
+            problems += error.problems
     try:
         if run.model.base is not None:
             base = read_base(Path(run.model.base), f"{path}: model.from")
     except InputError as error:
         problems += error.problems
-    return texts, deepspeed, model, base, problems
+    return texts, tables["deepspeed"], tables["model.config"], base, problems
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
@@ -359,11 +354,6 @@ class Layout:
     batches: tuple[int, ...]
     end: int
 
-    @property
-    def rises(self) -> bool:
-        """True if each phase and each size has steps of its own."""
-        return all(a < b for begins in (self.phases, self.batches) for a, b in pairwise([*begins, self.end]))
-
     def stretches(self) -> Iterator[tuple[int, int, int, int]]:
         """Steps in which one phase meets one size, in order: phase, size, first step, end step."""
         for phase, (begin, after) in enumerate(pairwise([*self.phases, self.end])):
@@ -386,22 +376,15 @@ def make_timeline(phases: Sequence[PhaseSection], batches: Sizes, length: Durati
     """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
 
     A start in tokens is the first step boundary at which so many have been read; percent is of the run's
-    steps. A batch must be whole sequences of each phase that it meets.
-
-    Raises:
-        ValueError: phases or batches that do not rise, or lie behind the end, or do not divide.
+    steps. `contradictions` has found each phase and each batch steps of its own, and whole sequences.
     """
-    layout = lay_out(phases, batches, length)
-    if not layout.rises:
-        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
     segments: list[Segment] = []
     samples = tokens = 0
     draws = [0] * len(phases)
-    for number, batch, first, stop in layout.stretches():
+    for number, batch, first, stop in lay_out(phases, batches, length).stretches():
         phase, (_, size) = phases[number], batches[batch]
-        sequences, rest = divmod(size, phase.seq_len)
-        if rest or not sequences:
-            raise ValueError(f"{size:,} tokens are not whole sequences of {phase.seq_len:,} ({phase.name})")
+        sequences = size // phase.seq_len
+        assert sequences * phase.seq_len == size > 0, (size, phase)
         before = samples, tokens, draws[number]
         segments.append(Segment(phase.name, first, stop, phase.seq_len, sequences, *before))
         samples += (stop - first) * sequences
@@ -459,10 +442,8 @@ def _batch_problems(run: Run) -> Iterator[str]:
         nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
         for phase in phases:
             whole, rest = divmod(tokens, phase.seq_len)
-            micro, length = (
-                run.micro_sequences(phase.name),
-                f"phases.{phase.name}.seq_len = {phase.seq_len:,}",
-            )
+            micro = run.micro_sequences(phase.name)
+            length = f"phases.{phase.name}.seq_len = {phase.seq_len:,}"
             if rest or not whole:
                 yield (
                     f"{name} = {tokens:,} is not a whole number of sequences of {length}; "
@@ -475,33 +456,6 @@ def _batch_problems(run: Run) -> Iterator[str]:
                     f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
                     f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
                 )
-    yield from _accumulation_problems(run, [(sizes[batch][1], run.phases[phase]) for batch, phase in met])
-
-
-def _accumulation_problems(run: Run, met: Sequence[tuple[int, PhaseSection]]) -> Iterator[str]:
-    """Where no number of ranks gives the accumulation that is asked for, by the micro-batches of a step."""
-    asked = run.batch.accumulation
-    where: dict[int, list[str]] = {}
-    if asked is None:
-        return
-    for tokens, phase in met:
-        count, rest = divmod(tokens, phase.seq_len * run.micro_sequences(phase.name))
-        if not rest:
-            where.setdefault(count, []).append(f"{tokens:,} tokens in phase {phase.name}")
-    if len(where) > 1:
-        each = "; ".join(f"{count:,} ({'; '.join(steps)})" for count, steps in where.items())
-        yield (
-            f"batch.accumulation = {asked:,}, and the micro-batches of a step are {each}: no number of ranks "
-            "gives it in each of these; delete it: it is derived"
-        )
-        return
-    for count in (count for count in where if count % asked):
-        possible = listed(worlds_that_divide(count, 1))  # a number of ranks and its accumulation trade places
-        yield (
-            f"batch.accumulation = {asked:,} does not divide the "
-            f"{counted(count, 'micro-batch', 'micro-batches')} of a step, so no number of ranks gives it; "
-            f"what some do: {possible}; or delete it: it is derived"
-        )
 
 
 def covers(sections: Sequence[str], path: str) -> bool:

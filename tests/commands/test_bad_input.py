@@ -237,10 +237,6 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         overriding("out=~/x"),
         ('override of out: `out`: "~/x" is not a path on this host; write one',),
     ),
-    "an accumulation that no world gives": (
-        overriding("batch.accumulation=7"),
-        ("FOLDER/run.toml: batch.accumulation = 7 does not divide the 4 micro-batches of a step",),
-    ),
     "a length beyond all reason": (
         overriding("schedule.length=1e99 steps"),
         ('override of schedule.length: `schedule.length`: "1e99 steps" is more than 1,000,000,000 steps',),

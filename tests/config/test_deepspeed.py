@@ -20,7 +20,6 @@ from ds_pretrain.config.deepspeed import (
     check_ranks,
     gradient_clipping,
     non_finite_advice,
-    parse_deepspeed,
     resolve_deepspeed,
     uses_bf16,
     version_problems,
@@ -29,6 +28,7 @@ from ds_pretrain.config.deepspeed import (
 from ds_pretrain.config.loader import find_errors, parse_run, section_models
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.text import parse_json
 from tests.scenario import deepspeed_json
 from tests.test_ds_configs import NAMES, Recording, read
 from tests.timelines import single_phase
@@ -105,7 +105,7 @@ ONE_MESSAGE: list[tuple[str, Any, tuple[str, ...]]] = [
     ("zero_optimization.cpu_offload", True, ("`zero_optimization.cpu_offload`", "write offload_optimizer")),
     ("zero_optimization.stage3_module_granularity_threshold", 5, ("fails in training; delete it",)),
     ("optimizer.type", "SGD", ('`optimizer.type` = "SGD": expected "AdamW", "Adam" or "Lion"',)),
-    ("optimizer", {}, ("`optimizer.type` is missing; add one, like",)),
+    ("optimizer", {}, ("`optimizer.type` is missing",)),
     ("optimizer.parms", {}, ("unknown key `optimizer.parms`", "did you mean `params`?")),
     (
         "optimizer.params.lr",
@@ -264,7 +264,7 @@ def test_other_spellings_that_deepspeed_reads_are_no_problem(path: str, value: A
 
 def test_a_json_without_a_stage_is_told_so() -> None:
     config = changed("zero_optimization", {})
-    assert problems_of(config) == ["ds.json: `zero_optimization.stage` is missing; expected 1, 2 or 3"]
+    assert problems_of(config) == ["ds.json: `zero_optimization.stage` is missing"]
 
 
 @pytest.mark.parametrize(("path", "value", "pieces"), ONE_MESSAGE, ids=[str(row[:2]) for row in ONE_MESSAGE])
@@ -358,7 +358,6 @@ AUTO = [
     "gradient_clipping",
     "optimizer.params.betas",
     "optimizer.params.eps",
-    "optimizer.params.lr",
     "optimizer.params.weight_decay",
     "optimizer.type",
     "train_batch_size",
@@ -433,7 +432,7 @@ def test_all_problems_are_found_at_once() -> None:
 )
 def test_text_that_is_no_json_object_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
-        parse_deepspeed(text, "ds.json")
+        parse_json(text, "ds.json")
     assert message in str(raised.value)
 
 
@@ -554,11 +553,11 @@ SAMPLES: list[Any] = [
 @pytest.mark.parametrize("section", _models())
 def test_no_value_passes_our_check_that_deepspeeds_own_model_refuses(section: str) -> None:
     model = _models()[section]
-    accepted = 0
+    accepted, given = 0, {"stage": 3} if section == "zero_optimization" else {}
     for key in ours(section).model_fields:
         for value in SAMPLES:
             more = {"offload_optimizer": {"stage": 3}}.get(key, {})
-            if find_errors({key: value}, ours(section)) == [] and value != {
+            if find_errors({**given, key: value}, ours(section)) == [] and value != {
                 "device": "mars"
             }:  # that one is refused one level below
                 model(**{**more, key: value})
@@ -569,12 +568,13 @@ def test_no_value_passes_our_check_that_deepspeeds_own_model_refuses(section: st
 @pytest.mark.parametrize("section", _models())
 def test_our_kinds_admit_deepspeeds_own_defaults(section: str) -> None:
     """A table that asks for another type than DeepSpeed would refuse what everyone writes."""
-    model = _models()[section](**({"stage": 1} if section == "zero_optimization" else {}))
+    given = {"stage": 1} if section == "zero_optimization" else {}
+    model = _models()[section](**given)
     for name, field in type(model).model_fields.items():
         key, default = field.alias or name, getattr(model, name)
         if key in ours(section).model_fields and not hasattr(default, "model_fields"):
             plain = getattr(default, "value", default) if key != "stage" else int(default)
-            assert find_errors({key: plain}, ours(section)) == [], (key, plain)
+            assert find_errors({**given, key: plain}, ours(section)) == [], (key, plain)
 
 
 @pytest.mark.parametrize("section", ["activation_checkpointing", "aio", "flops_profiler", "torch_autocast"])

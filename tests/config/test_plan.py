@@ -88,13 +88,6 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ),
     (("phases.0.mixture={}",), ("phases.main.mixture is empty; name at least one source with a weight",)),
     (
-        ("batch.accumulation=3",),
-        (
-            "batch.accumulation = 3 does not divide the 4 micro-batches of a step, so no number of ranks",
-            "what some do: 1, 2, 4; or delete it: it is derived",
-        ),
-    ),
-    (
         ("schedule.length=1e18 tokens",),
         (
             'schedule.length = "1e18 tokens" is 7,812,500,000,000,000 steps in batches of 128 tokens; '
