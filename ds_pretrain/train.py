@@ -104,7 +104,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         _nothing_left(plan, shipping, world)
         return
     found = found and store.fitted(found, plan.deepspeed, places, world, tell)
-    engine = open_run_engine(plan, world)
+    engine = open_run_engine(plan, world, inputs.base)
     stages = open_stages(plan, engine, world)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))

@@ -74,8 +74,6 @@ OWNED_BY_DEEPSPEED = (
 TO_CUT = {
     "checkpoint.diff (layer 2) imports training.past (layer 3)",
     "checkpoint.retention imports watchdog.policy",
-    "config.plan (layer 1) imports models.pretrained (layer 2)",
-    "config.plan (layer 1) imports watchdog.policy (layer 2)",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
     "core.run_lock (layer 0) imports config.plan (layer 1)",
     "models.rehearsal (layer 2) imports training.curriculum (layer 3)",

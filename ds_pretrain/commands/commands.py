@@ -69,7 +69,7 @@ def check_command(words: argparse.Namespace) -> int:
     inputs = open_inputs(plan)
     problems, weights = find_problems(plan, inputs, world_size, _world_source(words)), None
     if not problems:
-        problems, weights = base_findings(plan)
+        problems, weights = base_findings(plan, inputs.base)
     if problems:
         raise InputError(problems)
     lines = (*summary(plan, inputs, world_size), weights, *interval_lines(plan))

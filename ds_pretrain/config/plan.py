@@ -33,7 +33,6 @@ from ds_pretrain.config.timeline import (
 )
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import counted, listed, parse_json, read_text
-from ds_pretrain.models.pretrained import Base, read_base
 
 # What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
 CHANGEABLE = (
@@ -61,7 +60,6 @@ class Plan:
     deepspeed: Mapping[str, Any]
     timeline: Timeline
     schedule: CosineSection | WsdSection  # in steps
-    base: Base | None = None  # weights to begin with
 
     @property
     def out(self) -> Path:
@@ -151,12 +149,12 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     run_text = read_text(path, "run file")
     run = parse_run(run_text, overrides, str(path))
-    texts, deepspeed, model, base, problems = _read_named(run, str(path))
+    texts, tables, problems = _read_named(run, str(path))
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
     timeline = make_timeline(run.phases, run.batch.sizes, run.schedule.length)
-    problems += check_deepspeed(deepspeed, run, timeline, str(path))
+    problems += check_deepspeed(tables["deepspeed"], run, timeline, str(path))
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
         raise InputError(problems)
@@ -167,34 +165,25 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         run_text=run_text,
         deepspeed_text=texts["deepspeed"],
         model_text=texts["model.config"],
-        model=model,
-        deepspeed=deepspeed,
+        model=tables["model.config"],
+        deepspeed=tables["deepspeed"],
         timeline=timeline,
         schedule=run.schedule.in_steps(timeline),
-        base=base,
     )
 
 
-def _read_named(
-    run: Run, path: str
-) -> tuple[dict[str, str], dict[str, Any], dict[str, Any], Base | None, list[str]]:
-    """The files that a run file names: texts, DeepSpeed JSON, model config, base; what is wrong with them."""
+def _read_named(run: Run, path: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], list[str]]:
+    """The two JSON files that a run file names, by its keys: texts, tables, and what is wrong with them."""
     texts: dict[str, str] = {}
-    tables: dict[str, dict[str, Any]] = {"deepspeed": {}, "model.config": {}}
+    tables: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    base = None
     for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
         try:
             texts[key] = read_text(file, f"{path}: {key}")
             tables[key] = parse_json(texts[key], file)
         except InputError as error:
             problems += error.problems
-    try:
-        if run.model.base is not None:
-            base = read_base(Path(run.model.base), f"{path}: model.from")
-    except InputError as error:
-        problems += error.problems
-    return texts, tables["deepspeed"], tables["model.config"], base, problems
+    return texts, tables, problems
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:

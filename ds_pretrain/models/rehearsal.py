@@ -5,10 +5,11 @@ Torch is imported only when it is asked.
 
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.curriculum import phase_models
 
 
-def rehearsal_problems(plan: Plan) -> list[str]:
+def rehearsal_problems(plan: Plan, base: Base | None) -> list[str]:
     """Why the model cannot be built, or cannot take the weights of `model.from`. Needs torch."""
     from ds_pretrain.models.build import rehearse_build
     from ds_pretrain.models.rope_live import rehearse_rope
@@ -19,7 +20,7 @@ def rehearsal_problems(plan: Plan) -> list[str]:
             qk_norm=plan.run.model.qk_norm,
             attention=plan.run.model.attention,
             name=plan.run.model.config,
-            base=plan.base,
+            base=base,
             recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
         )
         for phase, model in phase_models(plan).items():
@@ -30,18 +31,18 @@ def rehearsal_problems(plan: Plan) -> list[str]:
     return []
 
 
-def base_findings(plan: Plan) -> tuple[list[str], str | None]:
+def base_findings(plan: Plan, base: Base | None) -> tuple[list[str], str | None]:
     """How the weights of `model.from` go with the model: what is wrong, and what was looked at, in a line."""
-    if plan.base is None:
+    if base is None:
         return [], None
     try:
-        problems = rehearsal_problems(plan)
+        problems = rehearsal_problems(plan, base)
     except (ImportError, OSError) as error:
         return [], (
-            f"warning    the tensors of {plan.base.folder} were not compared with the model, which takes "
+            f"warning    the tensors of {base.folder} were not compared with the model, which takes "
             f"torch and transformers ({error}); train compares them before it opens an engine"
         )
     return problems, (
-        f"weights    {plan.base.folder}: names and shapes of {len(plan.base.tensors):,} tensors are those of "
-        f"the model (fingerprint {plan.base.fingerprint})"
+        f"weights    {base.folder}: names and shapes of {len(base.tensors):,} tensors are those of "
+        f"the model (fingerprint {base.fingerprint})"
     )

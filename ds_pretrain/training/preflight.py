@@ -26,9 +26,11 @@ from ds_pretrain.engine.skip_step import drop_problems
 from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
+from ds_pretrain.models.pretrained import Base, read_base
 from ds_pretrain.models.rope_change import rope_value_problems
 from ds_pretrain.models.sharing_check import sharing_problems
 from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems
+from ds_pretrain.training.identity import WEIGHTS
 from ds_pretrain.training.meaning import other_config_problems
 from ds_pretrain.training.record import directory_problems
 from ds_pretrain.training.standing import lost_here, newest_here, origin_here
@@ -38,29 +40,36 @@ _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 
 @dataclass(frozen=True)
 class Inputs:
-    """The opened data of a run."""
+    """The opened data of a run, and the weights that it begins with."""
 
     sources: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
+    base: Base | None = None
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """What each training source holds. Runs remember these very texts: their wording never changes."""
-        return {
+        """What each training source holds, and the weights. Runs remember these very texts."""
+        texts = {
             name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
         }
+        return texts if self.base is None else {**texts, WEIGHTS: self.base.fingerprint}
 
 
 def open_inputs(plan: Plan) -> Inputs:
-    """Open every source that the run file names. Raises InputError with all that cannot be opened."""
+    """Open all that the run file names to read. Raises InputError with all that cannot be opened."""
     problems: list[str] = []
     sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
     validation = plan.run.validation.sources if plan.run.validation else {}
     held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
+    base, folder = None, plan.run.model.base
+    try:
+        base = None if folder is None else read_base(Path(folder), f"{plan.run_path}: model.from")
+    except InputError as error:
+        problems += error.problems
     if problems:
         raise InputError(problems)
-    return Inputs(sources, held_out)
+    return Inputs(sources, held_out, base)
 
 
 def _place_problems(plan: Plan) -> list[str]:
@@ -128,8 +137,8 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)
     yield from _mask_lines(plan, precision)
-    if plan.base is not None:
-        warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
+    if inputs.base is not None:
+        warnings = base_tokenizer_warnings(inputs.base.folder, _each(inputs))
         yield from (f"warning    {warning}" for warning in warnings)
 
 
@@ -189,14 +198,14 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
 
 def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
     """What does not go with the weights that the run begins with."""
-    if plan.base is None:
+    if (base := inputs.base) is None:
         return []
-    problems = [*other_config_problems(plan), *base_tokenizer_problems(plan.base.folder, _each(inputs))]
-    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in plan.base.tensors)
+    problems = [*other_config_problems(plan, base), *base_tokenizer_problems(base.folder, _each(inputs))]
+    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in base.tensors)
     if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
         problems.append(
             f"{plan.run_path}: model.qk_norm = true adds norms to a model that was trained without them "
-            f"({plan.base.folder}): it would compute something else than it learned; set it to false"
+            f"({base.folder}): it would compute something else than it learned; set it to false"
         )
     return problems
 
