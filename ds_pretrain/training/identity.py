@@ -5,14 +5,15 @@ Every checkpoint keeps it, and `past.py` compares it with what a start says.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ds_pretrain.config.plan import Plan
+from ds_pretrain.config.timeline import Duration
 from ds_pretrain.core.text import shown
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
+WEIGHTS = "[model] from"  # among the contents of sources, none of which can be called so
 # What the numbers of an identity count.
 _UNITS = {
     **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
@@ -23,18 +24,19 @@ _UNITS = {
 def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
     """What must not differ between two starts of one run, as JSON has it.
 
-    `data` describes the content of each source: a corpus may move, and may not change.
+    `data` describes the content of each source, and of the weights to begin with: they may move, and may not
+    change.
     """
     fields = plan.run.model_dump(mode="json")
     identity = {key: fields[key] for key in _IDENTITY}
-    identity["schedule"] = {"kind": plan.run.schedule.kind, **asdict(plan.schedule)}  # in steps
+    identity["schedule"] = {k: v.steps if isinstance(v, Duration) else v for k, v in plan.schedule}
     identity["batch"] = _batches(plan)  # how a rank takes its share may change
     identity["chunk_tokens"] = plan.chunk_tokens
     identity["phases"] = {phase.name: _phase(plan, phase.name) for phase in plan.run.phases}
-    identity["sources"] = dict(data)
+    identity["sources"] = {name: text for name, text in data.items() if name != WEIGHTS}
     identity["deepspeed"] = _trajectory_of(plan.deepspeed)
     identity["model"]["config"] = dict(plan.model)  # the content, wherever the file lies
-    identity["model"]["from"] = None if plan.base is None else plan.base.fingerprint
+    identity["model"]["from"] = data.get(WEIGHTS)
     return dict(json.loads(json.dumps(identity)))
 
 

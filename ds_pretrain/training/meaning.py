@@ -8,6 +8,7 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schema import RopeSection
 from ds_pretrain.core.text import parse_json, read_text, shown
 from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.models.rope_config import WITH_ORIGINAL_LENGTH, has_rope, phase_models, rope_state
 from ds_pretrain.training.past import Changes, changed_fields
 
@@ -88,9 +89,9 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, 
     return pair[0], pair[1]
 
 
-def other_config_problems(plan: Plan) -> Iterator[str]:
+def other_config_problems(plan: Plan, base: Base) -> Iterator[str]:
     """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
-    if plan.base is None or (own := plan.base.folder / "config.json") == Path(plan.run.model.config):
+    if (own := base.folder / "config.json") == Path(plan.run.model.config):
         return
     theirs = parse_json(read_text(own, f"{plan.run_path}: model.from"), str(own))
     for key, (before, now) in config_changes(theirs, plan.model).items():

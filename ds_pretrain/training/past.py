@@ -7,7 +7,9 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ds_pretrain.config.schedule import Cosine, Schedule, Wsd, rule_factor
+from ds_pretrain.config.schedule import rule_factor
+from ds_pretrain.config.schema import CosineSection, WsdSection
+from ds_pretrain.config.timeline import steps
 from ds_pretrain.data.quotas import block_quotas
 
 Changes = dict[str, tuple[Any, Any]]
@@ -129,19 +131,19 @@ def _altering(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list
 def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> bool:
     try:
         schedules = [_schedule(section) for section in (old, new)]
-    except (KeyError, TypeError):  # of another version
+    except (KeyError, TypeError, ValueError):  # of another version
         return False
     steps = {step * index // _COMPARED_RATES for index in range(_COMPARED_RATES)} | {max(0, step - 1)}
     steps |= {corner for schedule in schedules for corner in schedule.corners().values()}
     return all(_same_rate(schedules, at) for at in steps if at < step)
 
 
-def _schedule(section: Mapping[str, Any]) -> Schedule:
-    kinds = {"wsd": Wsd, "cosine": Cosine}
-    made: Schedule = kinds[section["kind"]](**{k: v for k, v in section.items() if k != "kind"})
-    return made
+def _schedule(section: Mapping[str, Any]) -> CosineSection | WsdSection:
+    durations = {key: steps(section[key]) for key in ("length", "warmup", "decay") if key in section}
+    kinds: dict[str, type[CosineSection | WsdSection]] = {"wsd": WsdSection, "cosine": CosineSection}
+    return kinds[section["kind"]].model_validate({**section, **durations})
 
 
-def _same_rate(schedules: Iterable[Schedule], step: int) -> bool:
-    rates = {schedule.rate(step) if step < schedule.length else None for schedule in schedules}
+def _same_rate(schedules: Iterable[CosineSection | WsdSection], step: int) -> bool:
+    rates = {schedule.rate(step) if step < schedule.length.steps else None for schedule in schedules}
     return len(rates) == 1

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.chunk_rule import changed_chunks
 from ds_pretrain.config.plan import Plan
+from ds_pretrain.config.timeline import changed_chunks
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem, write_atomic
 from ds_pretrain.core.run_files import save_file, stop_file
