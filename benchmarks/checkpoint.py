@@ -39,9 +39,8 @@ from ranks import start_ranks
 from report import finish, judge, spread
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.behind import Stage
 from ds_pretrain.checkpoint.manifest import Manifest, owner, step_name
-from ds_pretrain.checkpoint.save import Saves
+from ds_pretrain.checkpoint.save import Saves, Stage
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier, from_main, gather_rows

@@ -11,7 +11,7 @@ from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
 from ds_pretrain.core.text import listed, read_text
 from ds_pretrain.data.filtered import open_section
 from ds_pretrain.data.indexed import TokenSource
@@ -19,7 +19,6 @@ from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import Inputs
 from ds_pretrain.training.record import RunRecord, read_record
-from ds_pretrain.watchdog.policy import is_abandoned
 from ds_pretrain.watchdog.rollback_log import read_cure
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.core.text import parse_json, read_text, shown
+from ds_pretrain.core.text import changed_fields, parse_json, read_text, shown
 from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
 from ds_pretrain.models.pretrained import Base
 from ds_pretrain.models.rope_config import WITH_ORIGINAL_LENGTH, has_rope, phase_models, rope_state
-from ds_pretrain.training.past import Changes, changed_fields
+from ds_pretrain.training.past import Changes
 
 # What a saved config says of how it was made or is run, and no weight or activation of training depends on.
 _ASIDE = frozenset(

@@ -10,22 +10,11 @@ from typing import Any
 from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, WsdSection
 from ds_pretrain.config.timeline import steps
+from ds_pretrain.core.text import changed_fields
 from ds_pretrain.data.quotas import block_quotas
 
 Changes = dict[str, tuple[Any, Any]]
 _COMPARED_RATES = 1000  # evenly spread over the past, beside every corner of both schedules
-
-
-def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Changes:
-    """Dotted path to (old, new) of every leaf that differs."""
-    changes: Changes = {}
-    for key in dict.fromkeys([*old, *new]):
-        path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes |= changed_fields(before, after, f"{path}.")
-        elif before != after:
-            changes[path] = (before, after)
-    return changes
 
 
 def past_changes(

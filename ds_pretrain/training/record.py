@@ -13,11 +13,11 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem, write_atomic
 from ds_pretrain.core.run_files import save_file, stop_file
 from ds_pretrain.core.run_lock import LOCK
-from ds_pretrain.core.text import listed
+from ds_pretrain.core.text import changed_fields, listed
 from ds_pretrain.training.identity import identity_of, with_unit
 from ds_pretrain.training.known_run import KnownRun
 from ds_pretrain.training.meaning import compared
-from ds_pretrain.training.past import changed_fields, past_changes, rates_words
+from ds_pretrain.training.past import past_changes, rates_words
 from ds_pretrain.watchdog.rollback_log import read_cure
 
 _FILE = "run.json"

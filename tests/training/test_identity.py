@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.text import changed_fields
 from ds_pretrain.training.identity import identity_of
 from ds_pretrain.training.meaning import compared
-from ds_pretrain.training.past import changed_fields, past_changes
+from ds_pretrain.training.past import past_changes
 from ds_pretrain.training.preflight import open_inputs
 from tests.scenario import LLAMA, deepspeed_json, write_corpus
 

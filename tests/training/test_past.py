@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.training.past import changed_fields, past_changes, rate_tokens_of_past
+from ds_pretrain.core.text import changed_fields
+from ds_pretrain.training.past import past_changes, rate_tokens_of_past
 
 SCHEDULE = {"length": 1000, "peak": 3e-4, "warmup": 100}
 OLD: dict[str, Any] = {
