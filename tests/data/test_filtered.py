@@ -13,11 +13,9 @@ import pytest
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import filtered as module
 from ds_pretrain.data.filtered import chosen_of, view
-from ds_pretrain.data.indexed import TokenSource, open_source
-from ds_pretrain.data.inspect import check_source, describe_source
-from ds_pretrain.data.passages import passages
+from ds_pretrain.data.indexed import IndexedWriter, TokenSource, open_source
+from ds_pretrain.data.inspect import check_source, describe_source, passages
 from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, make_sampler
-from ds_pretrain.data.writer import IndexedWriter
 from tests.data.in_memory import feed_of
 from tests.data.slow_order import timeline
 
