@@ -24,14 +24,9 @@ _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length n
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What a source holds, and what is odd about it."""
+    """How often a document ends in a source, and what is odd about that."""
 
-    prefix: str
-    num_tokens: int
-    num_documents: int
-    dtype: str
     eos_per_million: float | None  # None: nobody said which id ends a document
-    scanned_share: float  # of the tokens, for the count above
     warnings: tuple[str, ...]
 
 
@@ -67,31 +62,23 @@ def check_source(
 def describe_source(
     source: TokenSource, eos_id: int | None = None, scan_tokens: int = SCAN_TOKENS
 ) -> SourceReport:
-    """Counts of a source for the start-up report; warns when no document ends with EOS."""
+    """Count the separators of a source for the start-up report; warns when no document ends with one."""
     eos = (source.sidecar or {}).get("eos_id") if eos_id is None else eos_id
-    rate, scanned, warnings = None, 0, []
     if eos is None:
-        warnings.append(f"{source.prefix}: nothing says which id is EOS, so separators are not counted")
-    else:
-        found = 0
-        for _, block in _blocks(source, scan_tokens):
-            found += int(np.count_nonzero(block == eos))
-            scanned += block.size
-        rate = 1e6 * found / scanned
-        if found == 0:
-            warnings.append(
-                f"{source.prefix}: 0 EOS (id {eos}) per million tokens: documents run into one another "
-                "and the model never learns to stop; prepare the source again, or name the id of EOS"
-            )
-    return SourceReport(
-        prefix=str(source.prefix),
-        num_tokens=source.num_tokens,
-        num_documents=source.num_documents,
-        dtype=source.dtype.name,
-        eos_per_million=rate,
-        scanned_share=scanned / source.num_tokens,
-        warnings=tuple(warnings),
+        return SourceReport(
+            None, (f"{source.prefix}: nothing says which id is EOS, so separators are not counted",)
+        )
+    found = scanned = 0
+    for _, block in _blocks(source, scan_tokens):
+        found += int(np.count_nonzero(block == eos))
+        scanned += block.size
+    if found:
+        return SourceReport(1e6 * found / scanned, ())
+    warning = (
+        f"{source.prefix}: 0 EOS (id {eos}) per million tokens: documents run into one another "
+        "and the model never learns to stop; prepare the source again, or name the id of EOS"
     )
+    return SourceReport(0.0, (warning,))
 
 
 def _sidecar_problems(source: TokenSource, vocab_size: int, eos_id: int | None) -> list[str]:

@@ -106,7 +106,7 @@ def test_all_problems_of_a_source_are_reported_at_once(tmp_path: Path) -> None:
 def test_p37_the_report_gives_eos_per_million_and_warns_at_none(tmp_path: Path) -> None:
     report = describe_source(open_source(MEGATRON / "megatron_lm"), eos_id=256)
     assert report.eos_per_million == pytest.approx(300 / 42_347 * 1e6)
-    assert (report.num_documents, report.scanned_share, report.warnings) == (300, 1.0, ())
+    assert report.warnings == ()
     none = describe_source(write(tmp_path / "x", [1] * 100, 10, eos_id=5))
     assert none.eos_per_million == 0
     assert "x: 0 EOS (id 5) per million tokens: documents run into one another" in none.warnings[0]

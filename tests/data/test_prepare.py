@@ -469,7 +469,7 @@ def test_a_folder_that_training_did_not_make_is_never_overwritten(
     assert (tmp_path / "bpe/mine.txt").exists()
 
 
-@pytest.mark.parametrize("state", ["", "{", "[]", '{"key": "x", "counts": {"unknown": 1}}'])
+@pytest.mark.parametrize("state", ["", "{", "[]", '{"key": "x", "counts": {"input": "unknown"}}'])
 def test_a_damaged_state_starts_over_and_it_is_said(folder: Path, tmp_path: Path, state: str) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/state.json").write_text(state)
@@ -527,7 +527,10 @@ sys.exit(cli.main(["prepare", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_a_stop_keeps_the_work_and_says_how_to_continue(
     rows: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -1,4 +1,4 @@
-"""Validation samples: fixed, spread over the source, each valid on exactly one rank."""
+"""Validation samples and prompts with a hidden key: fixed, and valid on one rank each."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,18 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ds_pretrain.data.retrieval import DEPTHS, NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
 
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.loader import MicroBatch
+from ds_pretrain.data.loader import MicroBatch, prompt_batches, validation_batches
 from ds_pretrain.data.validation_set import (
+    DEPTHS,
+    NUM_PLACES,
     SHORTEST_PROMPT,
+    Prompts,
     ValidationSet,
+    make_prompts,
     make_validation_set,
     prompt_lengths,
-    validation_batches,
+    scores,
 )
 from tests.data.in_memory import SEQ_LEN, source_of
 
@@ -76,7 +79,7 @@ def test_p09_every_pass_reads_the_same_batches() -> None:
     assert first == second
 
 
-SEQ_LEN, KEY, NEEDLE = 256, 8, 12
+TEXT_LEN, KEY, NEEDLE = 256, 8, 12
 
 
 def source_of_tokens(
@@ -89,9 +92,9 @@ def source_of_tokens(
 
 
 def _prompts(mask_documents: bool = False) -> Prompts:
-    tokens = np.random.default_rng(0).zipf(1.3, 20 * SEQ_LEN + 1) % 400
+    tokens = np.random.default_rng(0).zipf(1.3, 20 * TEXT_LEN + 1) % 400
     source = source_of_tokens(tokens)
-    return make_prompts(make_validation_set("web", source, SEQ_LEN, 10 * SEQ_LEN, mask_documents))
+    return make_prompts(make_validation_set("web", source, TEXT_LEN, 10 * TEXT_LEN, mask_documents))
 
 
 def test_a_prompt_ends_with_a_marker_and_key_that_lie_in_its_text_at_each_depth_once() -> None:
@@ -176,7 +179,7 @@ def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, mic
         assert len({len(batches) for batches in ranks}) == 1
         asked = []
         for micro, places in [batch for batches in ranks for batch in batches]:
-            assert micro.input_ids.numel() <= micro_sequences * SEQ_LEN
+            assert micro.input_ids.numel() <= micro_sequences * TEXT_LEN
             for ids, labels, place in zip(micro.input_ids, micro.labels, places, strict=True):
                 if (labels == IGNORED).all():
                     continue
