@@ -113,9 +113,8 @@ def _single_file(path: Path, own: frozenset[Path]) -> Input:
 def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
     root = Path(os.path.realpath(folder))
     inside = frozenset(path for path in own if root in path.parents)
-    paths = [Path(where) / name for where, names in _walk(folder, inside) for name in names]
-    # As text, so that the order is the same on every file system.
-    paths = sorted((path for path in paths if path.is_file()), key=lambda path: path.as_posix())
+    # By name as text, so that the order is the same on every file system.
+    paths = sorted(filter(Path.is_file, _walk(folder, inside)), key=Path.as_posix)
     columns = [path for path in paths if _ending(path) in _COLUMNS]
     kept: dict[str, Path] = {}  # by what a link leads to
     left_out: dict[str, list[Path]] = defaultdict(list)  # by the reason
@@ -136,8 +135,8 @@ def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -
     return [_file(path, _COLUMNS[_ending(path)] if columns else "text") for path in kept.values()]
 
 
-def _walk(folder: Path, own: frozenset[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Folders and the names of their files, without hidden ones and folders that `prepare` wrote."""
+def _walk(folder: Path, own: frozenset[Path]) -> Iterator[Path]:
+    """All that is in a folder and below, without what is hidden and folders that `prepare` wrote."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror}); fix it or leave it out")
@@ -151,7 +150,7 @@ def _walk(folder: Path, own: frozenset[Path]) -> Iterator[tuple[str, list[str]]]
             and Path(os.path.realpath(Path(where) / name)) not in own
             and not _is_written(Path(where) / name)
         )
-        yield where, [name for name in files if not name.startswith(".")]
+        yield from (Path(where) / name for name in files if not name.startswith("."))
 
 
 def _is_written(folder: Path) -> bool:

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from ds_pretrain.core.errors import InputError, Preempted
 from ds_pretrain.core.files import FileLock, folder_problem, write_atomic
+from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.text import counted
 from ds_pretrain.data.indexed import IndexedWriter, dtype_for, file_of, partial_folder, stem_of
 from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity, read_documents
@@ -93,7 +93,6 @@ class Summary:
     vocab_size: int
     tokenizer_hash: str
     resumed_at: int  # documents that an earlier, interrupted call had done
-    seconds: float
     tokens_per_second: float  # of this call
 
 
@@ -128,12 +127,7 @@ class Batch:
     next_row: int
 
 
-def print_to_stderr(line: str) -> None:
-    """Say a line to the person who started the command."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def prepare(options: PrepareOptions, say: Say = print_to_stderr) -> Summary:
+def prepare(options: PrepareOptions, say: Say = lambda line: print(line, file=sys.stderr)) -> Summary:
     """Tokenize the documents of the sources into OUT.bin, OUT.idx and OUT.json, each followed by one EOS.
 
     Killed, it continues from its last sync when called again with the same inputs and tokenizer.
@@ -271,7 +265,7 @@ def _write(
             f"--out {prefix}: cannot be written ({error.strerror or error}); make room there and start the "
             "same command again: it continues"
         ) from error
-    seconds = time.monotonic() - began
+    seconds = max(time.monotonic() - began, 1e-9)
     return Summary(
         prefix=prefix,
         documents=end.documents,
@@ -283,8 +277,7 @@ def _write(
         vocab_size=tokenizer.vocab_size,
         tokenizer_hash=tokenizer.hash,
         resumed_at=start.counts.documents,
-        seconds=seconds,
-        tokens_per_second=(end.tokens - start.counts.tokens) / max(seconds, 1e-9),
+        tokens_per_second=(end.tokens - start.counts.tokens) / seconds,
     )
 
 
@@ -322,7 +315,10 @@ def _tokenize(
                 f"({counts.empty} empty ones); check the path, --text-column and --split"
             )
         keep()
-        writer.finish(_sidecar(tokenizer, counts))
+        facts = {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash, "eos_id": tokenizer.eos_id}
+        if tokenizer.eos_token is not None:
+            facts["eos_token"] = tokenizer.eos_token
+        writer.finish({**facts, "max_id": counts.max_id})
     return counts
 
 
@@ -402,16 +398,6 @@ def _add(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> Count
     )
 
 
-def _sidecar(tokenizer: Tokenizer, counts: Counts) -> dict[str, Any]:
-    return {
-        "tokenizer": tokenizer.name,
-        "tokenizer_hash": tokenizer.hash,
-        "eos_id": tokenizer.eos_id,
-        **({} if tokenizer.eos_token is None else {"eos_token": tokenizer.eos_token}),
-        "max_id": counts.max_id,
-    }
-
-
 def _key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:
     """What must be unchanged for earlier work to be continued."""
     text = json.dumps([_KEY_VERSION, identity(inputs), *reading, tokenizer_hash])
@@ -424,8 +410,8 @@ def _state_path(prefix: Path) -> Path:
 
 def _read_state(prefix: Path) -> State | None:
     try:
-        return TypeAdapter(State).validate_json(_state_path(prefix).read_bytes())
-    except (OSError, ValidationError):
+        return read_as(State, _state_path(prefix).read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -469,7 +469,7 @@ def test_a_folder_that_training_did_not_make_is_never_overwritten(
     assert (tmp_path / "bpe/mine.txt").exists()
 
 
-@pytest.mark.parametrize("state", ["", "{", "[]", '{"key": "x", "counts": {"input": "unknown"}}'])
+@pytest.mark.parametrize("state", ["", "{", "[]", '{"key": "x", "counts": {"unknown": 1}}'])
 def test_a_damaged_state_starts_over_and_it_is_said(folder: Path, tmp_path: Path, state: str) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/state.json").write_text(state)
