@@ -7,7 +7,7 @@ import pytest
 
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.training.identity import identity_of
 from ds_pretrain.training.past import past_changes
 

@@ -17,7 +17,7 @@ from ds_pretrain.commands.audit_proof import batch_checksum, prove
 from ds_pretrain.commands.audit_run import Audited, changed_words, opened
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from ds_pretrain.core.text import counted, say
-from ds_pretrain.data.passages import Passage, passages
+from ds_pretrain.data.inspect import Passage, passages
 from ds_pretrain.data.sampler import SampleIds
 
 _SHORT = 200  # characters of a sample, unless one rank's are asked for

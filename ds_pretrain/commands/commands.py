@@ -108,9 +108,9 @@ def _model_lines(base: Base | None, quick: bool) -> Iterator[str]:
 
 def prepare_command(words: argparse.Namespace) -> int:
     """Tokenize text into a source."""
-    from ds_pretrain.data.prepare import prepare
+    from ds_pretrain.data.prepare import PrepareOptions, prepare
 
-    done = prepare(
+    options = PrepareOptions(
         words.sources,
         words.tokenizer,
         words.out,
@@ -123,6 +123,7 @@ def prepare_command(words: argparse.Namespace) -> int:
         overwrite=words.overwrite,
         progress=not words.quiet,
     )
+    done = prepare(options)
     size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
     print(
         f"{done.prefix}: {size} ({done.dtype}, vocabulary "

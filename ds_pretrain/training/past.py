@@ -11,7 +11,7 @@ from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, WsdSection
 from ds_pretrain.config.timeline import steps
 from ds_pretrain.core.text import changed_fields
-from ds_pretrain.data.quotas import block_quotas
+from ds_pretrain.data.mixture import block_quotas
 
 Changes = dict[str, tuple[Any, Any]]
 _COMPARED_RATES = 1000  # evenly spread over the past, beside every corner of both schedules
