@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_pretrain.checkpoint.contents import WEIGHT, Contents, opened
-from ds_pretrain.core.text import counted, shown
-from ds_pretrain.training.past import changed_fields
+from ds_pretrain.core.text import changed_fields, counted, shown
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64

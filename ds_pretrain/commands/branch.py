@@ -24,14 +24,9 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import sync_folder, write_atomic, write_point
 from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.training.compatibility import differences
 from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs
-from ds_pretrain.training.record import (
-    Lineage,
-    RunRecord,
-    differences,
-    occupied_problem,
-    write_record,
-)
+from ds_pretrain.training.record import Lineage, RunRecord, occupied_problem, write_record
 
 
 def branch(place: Path | Remote, step: int, plan: Plan) -> None:
@@ -51,7 +46,7 @@ def branch(place: Path | Remote, step: int, plan: Plan) -> None:
     for line in _warnings(parent):
         print(f"WARNING    {line}", file=sys.stderr)
     require_whole(parent)
-    lock = RunLock(plan)
+    lock = RunLock(plan.out, f"{plan.run_path}: out")
     lock.take()
     try:
         how = _begin(plan, parent, record, target)

@@ -96,6 +96,20 @@ def listed(items: Sequence[object], most: int = 16) -> str:
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
+def changed_fields(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted path to (old, new) of every leaf that differs."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*old, *new]):
+        path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes |= changed_fields(before, after, f"{path}.")
+        elif before != after:
+            changes[path] = (before, after)
+    return changes
+
+
 def _json_name(value: Any) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

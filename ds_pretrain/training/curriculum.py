@@ -18,7 +18,7 @@ from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.models.masking_check import masking_problems
 from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
 from ds_pretrain.models.rope_config import describe_rope, has_rope, with_rope
-from ds_pretrain.training.meaning import phase_configs
+from ds_pretrain.training.compatibility import phase_configs
 
 
 def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -29,10 +29,9 @@ from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.models.rope_change import rope_value_problems
 from ds_pretrain.models.sharing_check import sharing_problems
 from ds_pretrain.monitor.rate_plot import rate_summary
+from ds_pretrain.training.compatibility import directory_problems, other_config_problems
 from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems
-from ds_pretrain.training.meaning import other_config_problems
-from ds_pretrain.training.record import directory_problems
-from ds_pretrain.training.standing import lost_here, newest_here, origin_here
+from ds_pretrain.training.record import lost_here, newest_here, origin_here
 
 
 @dataclass(frozen=True)

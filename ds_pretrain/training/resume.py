@@ -26,10 +26,8 @@ from ds_pretrain.data.loader import Batch, Feed, MicroBatch
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.sinks import say
-from ds_pretrain.training.identity import identity_of, with_unit
-from ds_pretrain.training.known_run import KnownRun
-from ds_pretrain.training.meaning import positions_at
-from ds_pretrain.training.record import RunRecord
+from ds_pretrain.training.compatibility import identity_of, positions_at, with_unit
+from ds_pretrain.training.record import KnownRun, RunRecord
 from ds_pretrain.training.stages import Stages
 from ds_pretrain.training.step import sum_losses, token_losses_of
 

@@ -24,8 +24,9 @@ from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
+from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.record import claim, read_record, write_record
+from ds_pretrain.training.record import read_record, write_record
 from ds_pretrain.watchdog.rollback_log import write_cure
 from tests.scenario import make_run
 

@@ -25,10 +25,9 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.files import checksum, copied_beside
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.training.identity import identity_of
-from ds_pretrain.training.known_run import KnownRun
+from ds_pretrain.training.compatibility import claim, identity_of
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.record import claim, read_record
+from ds_pretrain.training.record import KnownRun, read_record
 from tests.scenario import make_run, write_corpus
 
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -49,7 +49,7 @@ def train_and_gather(world: World, run_file: str) -> dict[str, Any]:
     patch.setattr(train_module, "open_run_engine", opened)
     plan = load_plan(run_file, ())
     with StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan))
+        train_module.train(plan, world, stop, RunLock(plan.out))
     patch.undo()
     weights = {}
     for name, parameter in engines[0]._engine.module.named_parameters():

@@ -10,8 +10,8 @@ from ds_pretrain.config.plan import Plan, check_world, load_plan
 from ds_pretrain.config.schedule import Cosine, Wsd
 from ds_pretrain.config.timeline import accumulation
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.training.identity import identity_of, with_unit
-from ds_pretrain.training.past import changed_fields
+from ds_pretrain.core.text import changed_fields
+from ds_pretrain.training.compatibility import identity_of, with_unit
 from tests.scenario import deepspeed_json, make_run
 
 
