@@ -35,13 +35,13 @@ from ds_pretrain.core.run_files import record_exit, record_rank
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.text import say
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.usage import read_so_far
 from ds_pretrain.data.validation_set import ValidationSet
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.monitor.sinks import say
 from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.curriculum import skipped_lines
 from ds_pretrain.training.resume import (

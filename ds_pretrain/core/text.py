@@ -1,9 +1,11 @@
 """Input files and values, read and shown: text, JSON, and a value in a message."""
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ds_pretrain.core.errors import InputError
 
@@ -108,6 +110,34 @@ def changed_fields(
         elif before != after:
             changes[path] = (before, after)
     return changes
+
+
+def say(stream: TextIO, text: str) -> bool:
+    """Print a line and flush it; False, and nothing worse, if the stream is closed or its reader is gone."""
+    try:
+        try:
+            stream.write(text + "\n")
+        except UnicodeEncodeError:  # LANG=C
+            stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        discard_unread(stream)
+        return False
+    return True
+
+
+def discard_unread(stream: TextIO) -> None:
+    """Send what is left in a broken stream's buffer nowhere.
+
+    Otherwise Python fails to flush it at exit and turns the exit code into 120:
+    https://docs.python.org/3/library/signal.html#note-on-sigpipe
+    """
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def _json_name(value: Any) -> str:

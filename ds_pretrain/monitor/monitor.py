@@ -16,8 +16,9 @@ from typing import Any, Self
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import StepRecord
+from ds_pretrain.core.text import say
 from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
-from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal, say
+from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal
 from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
 
 METRICS = "metrics.jsonl"

@@ -6,7 +6,6 @@ of a run, thrown-away work included: nothing in it is ever changed. `latest_atte
 counts out of it.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from ds_pretrain.core.text import counted, counted_epochs, plain_words
+from ds_pretrain.core.text import counted, counted_epochs, plain_words, say
 
 _BLOCK_BYTES = 1 << 20  # read at once, from the end
 _LONGEST = 400  # characters of a text in the terminal
@@ -130,20 +129,6 @@ class Terminal:
 
     def close(self) -> None:
         """Nothing is held back, so nothing is left to do."""
-
-
-def say(stream: TextIO, text: str) -> bool:
-    """Print a line and flush it; False, and nothing worse, if the stream is closed or its reader is gone."""
-    try:
-        try:
-            stream.write(text + "\n")
-        except UnicodeEncodeError:  # LANG=C
-            stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
-        stream.flush()
-    except (OSError, ValueError):
-        _discard(stream)
-        return False
-    return True
 
 
 def step_line(record: Mapping[str, Any], last_step: int) -> str:
@@ -282,17 +267,3 @@ def _restored(value: Any) -> Any:
     if isinstance(value, list):
         return [_restored(v) for v in value]
     return value
-
-
-def _discard(stream: TextIO) -> None:
-    """Send what is left in a broken stream's buffer nowhere.
-
-    Otherwise Python fails to flush it at exit and turns the exit code into 120:
-    https://docs.python.org/3/library/signal.html#note-on-sigpipe
-    """
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, stream.fileno())
-        finally:
-            os.close(nowhere)

@@ -17,8 +17,7 @@ from statistics import fmean
 from time import monotonic
 from typing import Any, Literal, Protocol
 
-from ds_pretrain.core.text import counted
-from ds_pretrain.monitor.sinks import say
+from ds_pretrain.core.text import counted, say
 
 _LONGEST_TEXT = 1000  # characters of a value
 _NESTED = (list, tuple, Mapping)

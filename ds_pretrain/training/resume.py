@@ -22,10 +22,10 @@ from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.metrics import IGNORED, Probe
 from ds_pretrain.core.state import RunState
+from ds_pretrain.core.text import say
 from ds_pretrain.data.loader import Batch, Feed, MicroBatch
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.monitor.sinks import say
 from ds_pretrain.training.compatibility import identity_of, positions_at, with_unit
 from ds_pretrain.training.record import KnownRun, RunRecord
 from ds_pretrain.training.stages import Stages

@@ -16,6 +16,7 @@ from ds_pretrain.config.run_problems import micro_sequences
 from ds_pretrain.core.distributed import World, gather_objects, uses_gpu
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.text import say
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.validation_set import ValidationSet, make_validation_set
 from ds_pretrain.engine.engine import Engine, open_engine
@@ -31,7 +32,6 @@ from ds_pretrain.models.rehearsal import rehearsal_problems
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
-from ds_pretrain.monitor.sinks import say
 from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.training.curriculum import open_sampler, phase_models
 from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs, summary

@@ -8,10 +8,10 @@ from torch import nn
 
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.text import say
 from ds_pretrain.models.build import set_recompute
 from ds_pretrain.models.rope_config import describe_rope
 from ds_pretrain.models.rope_live import apply_rope
-from ds_pretrain.monitor.sinks import say
 
 
 class Stages:

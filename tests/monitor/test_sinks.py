@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_pretrain.core.text import say
 from ds_pretrain.monitor.sinks import (
     JsonLines,
     Terminal,
@@ -20,7 +21,6 @@ from ds_pretrain.monitor.sinks import (
     event_line,
     latest_attempt,
     read_metrics,
-    say,
     step_line,
 )
 
