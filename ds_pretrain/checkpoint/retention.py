@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_pretrain.checkpoint.manifest import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
 from ds_pretrain.config.spans import Multiples
-from ds_pretrain.core.files import write_atomic, write_point
+from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState
 from ds_pretrain.watchdog.policy import is_abandoned
 
@@ -84,13 +84,6 @@ def pin(folder: Path, pinned: bool) -> None:
         (folder / PINNED).touch()
     else:
         (folder / PINNED).unlink(missing_ok=True)
-
-
-def note_branch(folder: Path, name: str, out: str) -> None:
-    """Pin a checkpoint for a run that began from it: its name and its run directory."""
-    mark = folder / PINNED
-    before = mark.read_text(encoding="utf-8") if mark.exists() else ""
-    write_atomic(mark, f"{before}{json.dumps({'name': name, 'out': out})}\n")
 
 
 def branches(folder: Path) -> list[tuple[str, str]]:
