@@ -6,6 +6,7 @@ its manifest is written anew, with the new run's name and id. So a start finds i
 watchdog can go back to it, and what becomes of the parent's folder does not matter to the new run.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -27,7 +28,8 @@ from ds_pretrain.checkpoint.manifest import (
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote, remote_at
 from ds_pretrain.checkpoint.retention import CALM, PINNED, manifest_sum
 from ds_pretrain.checkpoint.verify import broken_reason
-from ds_pretrain.config.plan import Plan
+from ds_pretrain.commands.checkpoints import parent_place
+from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.core.run_lock import RunLock
@@ -74,6 +76,12 @@ class Parent:
     def folder(self) -> Path | None:
         """Its folder on this host; None if it lies at a URL."""
         return None if "://" in self.directory else Path(self.where)
+
+
+def branch_command(words: argparse.Namespace) -> int:
+    """Make a run that begins from a checkpoint of another."""
+    branch(parent_place(words.parent), words.at, load_plan(words.run_file, words.overrides))
+    return 0
 
 
 def branch(place: Path | Remote, step: int, plan: Plan) -> None:

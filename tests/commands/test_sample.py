@@ -13,7 +13,6 @@ import torch
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint.restore import newest_intact
 from ds_pretrain.commands import cli
-from ds_pretrain.commands import commands as commands_module
 from ds_pretrain.commands import sample as sample_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
@@ -231,6 +230,6 @@ def test_ctrl_c_says_so_in_a_line(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands_module, "load_plan", interrupted)
+    monkeypatch.setattr(sample_module, "load_plan", interrupted)
     assert cli.main(["sample", "run.toml"]) == 130
     assert capsys.readouterr().err == "ds-pretrain: interrupted\n"
