@@ -301,7 +301,16 @@ def steps_words(steps: NDArray[np.int64]) -> str:
 
 def report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
     """The facts, a line each with its word first, then the problems, then the verdict."""
-    yield from _counts(run, history, not proof.problems)
+    timeline, start, newest = run.plan.timeline, history.first_step, history.newest
+    once = " by the counters" if proof.problems else ", each exactly once"
+    samples = timeline.samples_before(newest) - timeline.samples_before(start)
+    tokens = timeline.tokens_before(newest) - timeline.tokens_before(start)
+    yield f"run        {run.plan.run.name}: step {newest:,} of {run.plan.last_step:,}"
+    if start:
+        yield f"origin     {run.record.origin}: steps 1 to {start:,} are of that run; audit it for them"
+    yield f"steps      {newest - start:,} trained{once}: {start + 1:,} to {newest:,}"
+    yield f"samples    {samples:,} trained{once}"
+    yield f"tokens     {tokens:,} trained{once}"
     recorded = int(np.count_nonzero(history.rows["seen"]))
     yield f"checksums  {proof.num_checked:,} of {counted(recorded, 'step')} read again from the data"
     if not proof.problems:
@@ -320,20 +329,6 @@ def report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
     yield from (f"problem    {problem}" for problem in proof.problems)
     count = len(proof.problems)
     yield f"not ok     {run.out}: {counted(count, 'problem')}" if count else f"ok         {run.out}"
-
-
-def _counts(run: Audited, history: History, holds: bool) -> Iterator[str]:
-    """What was trained; that it was once is said only if everything `holds`."""
-    timeline, start, newest = run.plan.timeline, history.first_step, history.newest
-    once = ", each exactly once" if holds else " by the counters"
-    samples = timeline.samples_before(newest) - timeline.samples_before(start)
-    tokens = timeline.tokens_before(newest) - timeline.tokens_before(start)
-    yield f"run        {run.plan.run.name}: step {newest:,} of {run.plan.last_step:,}"
-    if start:
-        yield f"origin     {run.record.origin}: steps 1 to {start:,} are of that run; audit it for them"
-    yield f"steps      {newest - start:,} trained{once}: {start + 1:,} to {newest:,}"
-    yield f"samples    {samples:,} trained{once}"
-    yield f"tokens     {tokens:,} trained{once}"
 
 
 def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str]:
@@ -412,15 +407,16 @@ def shown_step(run: Audited, step: int, rank: int | None, attempt: int | None) -
         attempts = ", ".join(str(number) for number in sorted({taken.attempt for taken in every}))
         raise InputError(f"attempt {attempt} did not take step {step:,}; those that did: {attempts}")
     taken = chosen[-1]
-    if rank is not None and taken.world_size is None:
+    size = taken.world_size
+    if rank is not None and size is None:
         raise InputError(
             f"--rank {rank}: the record of how attempt {taken.attempt} began is lost, and with it the number "
             "of ranks; leave out --rank"
         )
-    if rank is not None and taken.world_size is not None and not 0 <= rank < taken.world_size:
+    if rank is not None and not 0 <= rank < (size or 0):
         raise InputError(
-            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on "
-            f"{_ranks(taken.world_size)}; expected 0 to {taken.world_size - 1}"
+            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {_ranks(size)}; expected "
+            f"0 to {(size or 0) - 1}"
         )
     return _step_lines(run, step, taken, [other for other in every if other is not taken], rank)
 
@@ -454,9 +450,8 @@ def _step_lines(
     places = range(num_samples) if reader is None else range(reader * share, (reader + 1) * share)
     for place, passage in zip(places, passages(ids, places, run.sources), strict=True):
         whose = "" if taken.world_size is None else f"{_who(place // share, shared)}, "
-        documents = f"document{'s' if len(passage.documents) > 1 else ''} " + ", ".join(
-            map(str, passage.documents)
-        )
+        whole = ", ".join(map(str, passage.documents))
+        documents = f"{'documents' if len(passage.documents) > 1 else 'document'} {whole}"
         yield (
             f"--- {whose}draw {int(ids.draw[place])}: {passage.source}, epoch {passage.epoch}, sample "
             f"{passage.sample}, {documents}"

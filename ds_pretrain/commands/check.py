@@ -1,4 +1,4 @@
-"""`ds-pretrain check RUN.toml`: finds all that can be found without an engine, and prints the resolved run."""
+"""`ds-pretrain check RUN.toml`: finds what is wrong without an engine, and prints the resolved run."""
 
 import argparse
 

@@ -22,9 +22,10 @@ def prepare_command(words: argparse.Namespace) -> int:
         overwrite=words.overwrite,
         progress=not words.quiet,
     )
+    size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
     print(
-        f"{done.prefix}: {counted(done.documents, 'document')}, {counted(done.tokens, 'token')} ({done.dtype}, "
-        f"vocabulary {done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones "
+        f"{done.prefix}: {size} ({done.dtype}, vocabulary "
+        f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones "
         f"dropped, {done.tokens_per_second:,.0f} tokens/s"
     )
     if done.replaced:
