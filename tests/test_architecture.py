@@ -82,12 +82,10 @@ OWNED_BY_DEEPSPEED = (
 
 # Edges that still have to be cut; the list ends empty.
 TO_CUT = {
-    "checkpoint.diff (layer 2) imports training.past (layer 3)",
     "checkpoint.retention imports watchdog.policy",
     "config.plan (layer 1) imports models.pretrained (layer 2)",
     "config.plan (layer 1) imports watchdog.policy (layer 2)",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
-    "core.run_lock (layer 0) imports config.plan (layer 1)",
     "core.watchdog_memory (layer 0) imports watchdog.stats (layer 2)",
     "models.rehearsal (layer 2) imports training.curriculum (layer 3)",
     "monitor.plots imports watchdog.detector",

@@ -31,10 +31,9 @@ from ds_pretrain.checkpoint.verify import broken_reason
 from ds_pretrain.commands.checkpoints import parent_place
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import free_bytes, sync_folder, write_atomic, write_point
+from ds_pretrain.core.files import free_bytes, make_synced, sync_folder, write_atomic, write_point
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.synced import make_synced
 from ds_pretrain.core.text import listed
 from ds_pretrain.training.compatibility import differences
 from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs

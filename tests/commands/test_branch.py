@@ -23,7 +23,7 @@ from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
 from ds_pretrain.commands import branch as branch_module
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.files import checksum, copied_beside
+from ds_pretrain.core.files import checksum
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.training.compatibility import claim, identity_of
