@@ -5,7 +5,7 @@ checkpoint and `run.json` keep it, as JSON has it; what the finished steps have 
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from typing import Any
 from ds_pretrain.config.chunk_rule import changed_chunks
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schedule import rule_factor
-from ds_pretrain.config.schema import RopeSection
+from ds_pretrain.config.schema import PhaseSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem
 from ds_pretrain.core.text import changed_fields, parse_json, read_text, shown
-from ds_pretrain.models.rope_config import has_rope, rope_state, with_rope
 from ds_pretrain.training.record import (
     RECORD,
     KnownRun,
@@ -64,21 +63,18 @@ def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
         "rate_tokens": None if run.batch.rate_rule == "none" else plan.rate_tokens,
     }
     identity["chunk_tokens"] = plan.chunk_tokens
-    positions = _positions_by_phase(plan)
-    identity["phases"] = {
-        phase.name: {
-            "first_step": plan.timeline.phase_start(phase.name),
-            "seq_len": phase.seq_len,
-            "mixture": phase.mixture,
-            "rope": positions.get(phase.name),
-        }
-        for phase in run.phases
-    }
+    identity["phases"] = {phase.name: _phase(plan, phase) for phase in run.phases}
     identity["sources"] = dict(data)
     identity["deepspeed"] = _trajectory_of(plan.deepspeed)
     identity["model"]["config"] = _trained_config(plan.model)  # the content, wherever the file lies
     identity["model"]["from"] = None if plan.base is None else plan.base.fingerprint
     return dict(json.loads(json.dumps(identity)))
+
+
+def _phase(plan: Plan, phase: PhaseSection) -> dict[str, Any]:
+    rope = {} if phase.rope is None else phase.rope.model_dump(mode="json", exclude_none=True)
+    first_step = plan.timeline.phase_start(phase.name)
+    return {"first_step": first_step, "seq_len": phase.seq_len, "mixture": phase.mixture, "rope": rope}
 
 
 def _batch_sizes(plan: Plan) -> list[list[int]]:
@@ -106,49 +102,13 @@ def _trained_config(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in _ASIDE and value is not None}
 
 
-def phase_configs(
-    model: Mapping[str, Any], phases: Iterable[tuple[str, RopeSection | None, int]]
-) -> dict[str, dict[str, Any]]:
-    """The config of each phase, by name: that of the phase before, with its own rotary positions and length.
+def ropes_until(identity: Mapping[str, Any], step: int) -> list[Any]:
+    """Each change of rotary positions up to the update after `step` finished steps, in order.
 
-    `phases` have a name, a change of rotary positions, and tokens of a sequence.
+    With the model's config, they are all that its positions follow from, whatever the phases are called.
     """
-    configs, config = {}, dict(model)
-    for name, rope, seq_len in phases:
-        config = with_rope(config, rope, seq_len)
-        configs[name] = config
-    return configs
-
-
-def _positions_by_phase(plan: Plan) -> dict[str, dict[str, Any] | None]:
-    phases = ((phase.name, phase.rope, phase.seq_len) for phase in plan.run.phases)
-    try:
-        return {name: _positions(config) for name, config in phase_configs(plan.model, phases).items()}
-    except (AttributeError, KeyError, TypeError, ValueError):  # a config that a start refuses, and says why
-        return {}
-
-
-def _positions(model: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary positions of a phase's config, in the words of a phase's `rope`; None without any."""
-    if not has_rope(model):
-        return None
-    state = rope_state(model)
-    fields = {
-        "kind": state.kind,
-        "theta": state.theta,
-        "factor": state.factor,
-        "original_length": state.original_length,
-    }
-    read = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings")
-    fields |= {key: value for key, value in state.table.items() if key not in read}
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def positions_at(identity: Mapping[str, Any], step: int) -> Mapping[str, Any] | None:
-    """The rotary positions of the update after `step` finished steps, whatever its phase is called."""
-    begun = [phase for phase in identity.get("phases", {}).values() if phase["first_step"] <= step]
-    newest = max(begun, key=lambda phase: int(phase["first_step"]), default=None)
-    return None if newest is None else newest.get("rope")
+    phases = sorted(identity.get("phases", {}).values(), key=lambda phase: int(phase["first_step"]))
+    return [phase["rope"] for phase in phases if phase["first_step"] <= step and phase["rope"]]
 
 
 def past_changes(

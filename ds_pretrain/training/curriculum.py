@@ -18,12 +18,15 @@ from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.models.masking_check import masking_problems
 from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
 from ds_pretrain.models.rope_config import describe_rope, has_rope, with_rope
-from ds_pretrain.training.compatibility import phase_configs
 
 
 def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
     """The model config of each phase: that of the phase before, with its own rotary positions and length."""
-    return phase_configs(plan.model, ((phase.name, phase.rope, phase.seq_len) for phase in plan.run.phases))
+    configs, config = {}, dict(plan.model)
+    for phase in plan.run.phases:
+        config = with_rope(config, phase.rope, phase.seq_len)
+        configs[phase.name] = config
+    return configs
 
 
 def model_text(plan: Plan, step: int) -> str:
