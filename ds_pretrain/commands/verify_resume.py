@@ -12,7 +12,6 @@ samples, losses and norms from metrics.jsonl, every tensor and random stream fro
 """
 
 import argparse
-import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from ds_pretrain.commands.train import launch
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
+from ds_pretrain.core.files import FileLock
 from ds_pretrain.core.text import counted, shown
 from ds_pretrain.monitor.monitor import METRICS
 from ds_pretrain.monitor.sinks import read_metrics
@@ -184,32 +184,28 @@ def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """An empty folder with our mark, for this process alone; what an earlier proof left in it is deleted."""
-    lock_path = folder / _LOCK
-    if folder.exists() and not lock_path.is_file():
+    if folder.exists() and not (folder / _LOCK).is_file():
         raise InputError(
             f"{folder} exists and was not made by verify-resume, which needs a folder of that name: move it"
         )
+    busy = f"{folder}: another verify-resume of this run is at work; wait for it"
+    lock = FileLock(folder / _LOCK, lambda holder: busy)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_path.open("a")
+        lock.take()
     except OSError as error:
         raise InputError(f"{folder}: cannot write there ({error.strerror}); choose another `out`") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder}: another verify-resume of this run is at work; wait for it") from None
-        except OSError:
-            pass  # a file system without locks
+    try:
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-        try:
-            yield
-        except InputError:
-            if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
-                shutil.rmtree(folder)
-            raise
+        yield
+    except InputError:
+        if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
+            shutil.rmtree(folder)
+        raise
+    finally:
+        lock.release()
 
 
 def _compare(place: Place, middle: int, last: int) -> bool:
