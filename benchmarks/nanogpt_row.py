@@ -23,7 +23,7 @@ from pathlib import Path
 from report import finish, judge
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
+from ds_pretrain.core.jsonl import latest_attempt, read_metrics
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("runs/nanogpt")  # where the run files look for the data

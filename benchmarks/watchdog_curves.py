@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 from report import finish, judge
 
-from ds_pretrain.commands.watchdog import Point, read_csv, replay
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.core.watchdog_memory import Memory
+from ds_pretrain.core.state import WatchdogState
+from ds_pretrain.watchdog.backtest import Point, read_csv, replay
 from ds_pretrain.watchdog.detector import Verdict
 from ds_pretrain.watchdog.detector import judge as judge_step
 
@@ -52,7 +52,7 @@ class Place:
     """Where faults are grafted: the points from there on, and the memory just before them."""
 
     points: tuple[Point, ...]
-    memory: Memory
+    memory: WatchdogState
     spread: float
     level: float  # median of the 30 losses before
     random: random.Random
@@ -280,7 +280,7 @@ def choose_places(
         and not any(0 <= points[index].step - start < DEFAULTS.patience * spacing for start in spikes)
     ]
     indices = sorted(chance.sample(whole, num_places))
-    memory, places = Memory(), []
+    memory, places = WatchdogState(), []
     for index, point in enumerate(points[: indices[-1] + 1]):
         if index in indices:
             before = [p.loss for p in points[index - DEFAULTS.window : index]]

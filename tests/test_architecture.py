@@ -86,9 +86,7 @@ TO_CUT = {
     "config.plan (layer 1) imports models.pretrained (layer 2)",
     "config.plan (layer 1) imports watchdog.policy (layer 2)",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
-    "core.watchdog_memory (layer 0) imports watchdog.stats (layer 2)",
     "models.rehearsal (layer 2) imports training.curriculum (layer 3)",
-    "monitor.plots imports watchdog.detector",
     "core.on_main imports torch through checkpoint.rng, and has to work without",
 }
 

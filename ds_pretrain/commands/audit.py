@@ -28,12 +28,12 @@ from ds_pretrain.commands.audit_history import (
 )
 from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, InputError
+from ds_pretrain.core.jsonl import METRICS
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.core.text import counted, listed, say
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.passages import passages
 from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
-from ds_pretrain.monitor.monitor import METRICS
 
 Interval: TypeAlias = tuple[int, int]  # draws [start, stop) of a phase
 

@@ -3,7 +3,6 @@
 The record is streamed, and a step keeps a few dozen bytes: a run of a million steps fits into any machine.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
@@ -12,18 +11,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from pydantic import NonNegativeInt, TypeAdapter
 
 from ds_pretrain.checkpoint.manifest import RUN_STATE, published, step_name
 from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.core.text import counted, listed, read_text
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler
-from ds_pretrain.monitor.monitor import METRICS
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import RECORD, RunRecord, read_record
@@ -33,7 +30,6 @@ from ds_pretrain.watchdog.rollback_log import CURE, read_cure
 Span: TypeAlias = tuple[int, int]  # work taken back: steps after the first, up to the second
 
 _MOST_RUNS = 10  # so many runs' samples: a plan may have been longer once
-_STATE = TypeAdapter(tuple[NonNegativeInt, tuple[Skip, ...], tuple[Rollback, ...]])
 _ROW = np.dtype(
     [
         ("seen", "?"),  # recorded, and not taken back since
@@ -161,8 +157,6 @@ def _newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState:
     for folder in published(root):
         try:
             state = RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
-            parts = [state.step, [vars(s) for s in state.ledger.skips], [vars(r) for r in state.rollbacks]]
-            _STATE.validate_json(json.dumps(parts), strict=True)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         if not is_abandoned(state, rollbacks):

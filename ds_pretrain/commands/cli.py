@@ -183,13 +183,12 @@ def _add_watchdog(commands: Commands) -> None:
     parser.add_argument(
         "curve",
         metavar="CURVE.csv|RUN",
-        help="columns step, loss and maybe grad_norm (any case; others, as a learning rate, are read by "
-        "nobody); or a run's directory or file, whose rollbacks are judged again too",
+        help="columns step, loss and maybe grad_norm (others, as a learning rate, are read by nobody)"
+        "; or a run's directory or file, whose rollbacks are judged again too",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="watchdog.key=value", help="judges with another value"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the plot there")
 
 
 def _add_audit(commands: Commands) -> None:

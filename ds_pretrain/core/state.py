@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_pretrain.core.watchdog_memory import Memory
+from ds_pretrain.core.jsonl import read_as
 
 _VERSION = 1
 
@@ -77,6 +78,53 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class Usual:
+    """The accepted values of one series, as far as they are remembered (see `watchdog.stats`)."""
+
+    recent: tuple[float, ...] = ()  # the last accepted values, oldest first
+    residuals: tuple[float, ...] = ()  # how far each accepted value lay from the centre before it
+    num_accepted: int = 0
+    lag: float = 0.0  # median of the residuals
+    spread: float = 0.0  # 1.4826 times their median absolute deviation from it
+
+    @property
+    def centre(self) -> float:
+        """The median of the recent values. There must be one."""
+        return median(self.recent)
+
+
+@dataclass(frozen=True)
+class Streak:
+    """Consecutive steps of one kind of trouble."""
+
+    onset: int  # the step where it began
+    num_steps: int  # so far, up to the last that was bad
+    num_calm: int = 0  # steps since then
+
+
+@dataclass(frozen=True)
+class WatchdogState:
+    """All that the watchdog's judgement remembers. Of bounded size, whatever the length of the run."""
+
+    step: int = 0  # of the last record
+    phase: str | None = None
+    loss: Usual = field(default_factory=Usual)
+    norm: Usual = field(default_factory=Usual)  # of the logarithm of the gradient norm
+    spike: Streak | None = None
+    fall: Streak | None = None
+    norm_rise: Streak | None = None
+    non_finite: Streak | None = None
+    guessing: Streak | None = None
+    last_norm: float | None = None
+    same_norm: Streak | None = None
+    slow_level: float | None = None  # of the loss: a slow mean of accepted values
+    lowest_level: float | None = None  # the lowest that it has been
+    before_fall: float | None = None  # the level that the loss fell from, when a fall became the new level
+    fell_at: int | None = None  # and the step
+    drift_halfway: int | None = None  # the step at which the rise above it was half of a drift
+
+
+@dataclass(frozen=True)
 class RunState:
     """All that has to be remembered; everything else is computed from it and the run file."""
 
@@ -84,7 +132,7 @@ class RunState:
     ledger: SkipLedger = field(default_factory=SkipLedger)
     num_dropped: int = 0  # of the finished steps, those whose update was dropped
     num_healthy: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
-    watchdog: Memory = field(default_factory=Memory)
+    watchdog: WatchdogState = field(default_factory=WatchdogState)
     rollbacks: tuple[Rollback, ...] = ()
 
     @property
@@ -93,7 +141,7 @@ class RunState:
         return self.step - self.num_dropped
 
     def after_step(
-        self, applied: bool = True, memory: Memory | None = None, healthy: bool = True
+        self, applied: bool = True, memory: WatchdogState | None = None, healthy: bool = True
     ) -> "RunState":
         """The state after one more finished step."""
         return replace(
@@ -106,31 +154,18 @@ class RunState:
 
     def to_json(self) -> str:
         """Text that `from_json` reads back as an equal value."""
-        fields = {
-            "version": _VERSION,
-            "step": self.step,
-            "skips": [vars(s) for s in self.ledger.skips],
-            "num_dropped": self.num_dropped,
-            "num_healthy": self.num_healthy,
-            "watchdog": self.watchdog.to_json(),
-            "rollbacks": [vars(r) for r in self.rollbacks],
-        }
-        return json.dumps(fields, indent=1)
+        fields = asdict(self)
+        fields["skips"] = fields.pop("ledger")["skips"]
+        return json.dumps({"version": _VERSION, **fields}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "RunState":
-        """Read `to_json`. Raises ValueError on a version that this code does not know."""
+        """Read `to_json`. Raises ValueError on a version that this code does not know, or no state."""
         data: dict[str, Any] = json.loads(text)
-        if data.get("version") != _VERSION:
+        if (version := data.pop("version", None)) != _VERSION:
             raise ValueError(
-                f"run state of version {data.get('version')}, expected {_VERSION}: "
+                f"run state of version {version}, expected {_VERSION}: "
                 "use the ds_pretrain version that wrote it"
             )
-        return RunState(
-            step=data["step"],
-            ledger=SkipLedger(tuple(Skip(**s) for s in data["skips"])),
-            num_dropped=data.get("num_dropped", 0),  # of before there was a watchdog
-            num_healthy=data.get("num_healthy", 0),
-            watchdog=Memory.from_json(data["watchdog"]) if "watchdog" in data else Memory(),
-            rollbacks=tuple(Rollback(**r) for r in data.get("rollbacks", ())),
-        )
+        data["ledger"] = {"skips": data.pop("skips", None)}
+        return read_as(RunState, json.dumps(data))

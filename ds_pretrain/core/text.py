@@ -1,9 +1,11 @@
-"""Input files and values, read and shown: text, JSON, and a value in a message."""
+"""Input files and values, read and shown: text, JSON, a value in a message, a line, a plot."""
 
 import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import isfinite, log
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -112,6 +114,52 @@ def changed_fields(
     return changes
 
 
+def _json_name(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+class _WrongJsonError(Exception):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise _WrongJsonError(f"gives the key `{key}` twice; keep one")
+        data[key] = value
+    return data
+
+
+def _refuse_constant(text: str) -> Any:
+    raise _WrongJsonError(f"holds {text}, which is no JSON; write a number")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as the two units that matter: "45s", "12m 05s", "3h 20m", "4d 07h"."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if whole < 60:
+        return f"{whole}s"
+    if minutes < 60:
+        return f"{minutes}m {whole % 60:02d}s"
+    if hours < 24:
+        return f"{hours}h {minutes % 60:02d}m"
+    return f"{days}d {hours % 24:02d}h"
+
+
+def count(number: float) -> str:
+    """A count with three significant digits: "950", "12.3k", "4.19M", "1.20T"."""
+    value = float(number)
+    for suffix in ("", "k", "M", "B", "T"):
+        if abs(value) < 999.5 or suffix == "T":
+            break
+        value /= 1000
+    digits = 0 if suffix == "" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{suffix}"
+
+
 def say(stream: TextIO, text: str) -> bool:
     """Print a line and flush it; False, and nothing worse, if the stream is closed or its reader is gone."""
     try:
@@ -140,23 +188,54 @@ def discard_unread(stream: TextIO) -> None:
             os.close(nowhere)
 
 
-def _json_name(value: Any) -> str:
-    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def text_plot(columns: Sequence[Sequence[float]], height: int, logarithmic: bool = False) -> list[str]:
+    """Lines that draw the range of each column's values, with the highest and the lowest in front.
+
+    A logarithmic scale takes values above 0 only.
+    """
+    values = [value for column in columns for value in column]
+    high, low = max(values), min(values)
+
+    def row(value: float) -> int:
+        if high == low:
+            return 0
+        share = log(high / value) / log(high / low) if logarithmic else (high - value) / (high - low)
+        return round(share * (height - 1))
+
+    rows = [[" "] * len(columns) for _ in range(height)]
+    for x, column in enumerate(columns):
+        if column:
+            top, bottom = row(max(column)), row(min(column))
+            for y in range(top, bottom + 1):
+                rows[y][x] = "|" if bottom > top else "-"
+    labels = {height - 1: f"{low:9.4g}", 0: f"{high:9.4g}"}
+    return [f"{labels.get(y, ''):9} {''.join(line)}".rstrip() for y, line in enumerate(rows)]
 
 
-class _WrongJsonError(Exception):
-    pass
+def loss_plot(
+    curve: Sequence[tuple[int, float]],
+    marks: Sequence[str],
+    legend: Mapping[str, str],
+    width: int,
+    height: int,
+) -> str:
+    """(step, loss) on a logarithmic scale, with a line of marks below: a character for each point.
 
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
-            raise _WrongJsonError(f"gives the key `{key}` twice; keep one")
-        data[key] = value
-    return data
-
-
-def _refuse_constant(text: str) -> Any:
-    raise _WrongJsonError(f"holds {text}, which is no JSON; write a number")
+    A column shows that of its marks which comes first in `legend`, which says what each means.
+    """
+    width = min(width, len(curve))
+    edges = [index * len(curve) // width for index in range(width + 1)] if width else []
+    columns = [[loss for _, loss in curve[a:b] if isfinite(loss) and loss > 0] for a, b in pairwise(edges)]
+    if not any(columns):
+        return "no finite loss to plot"
+    line = "".join(next((m for m in legend if m in marks[a:b]), " ") for a, b in pairwise(edges))
+    first, last = f"{curve[0][0]:,}", f"{curve[-1][0]:,}"
+    steps = f"{first}{last:>{max(len(last) + 1, width - len(first))}}" if width > 1 else first
+    meanings = "  ".join(f"{mark} {meaning}" for mark, meaning in legend.items())
+    return "\n".join(
+        [
+            *text_plot(columns, height, logarithmic=True),
+            f"{'verdict':9} {line}".rstrip(),
+            f"{'step':9} {steps}   {meanings}",
+        ]
+    )

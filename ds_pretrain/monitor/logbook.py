@@ -1,26 +1,72 @@
-"""The logbook of a run: `incidents.jsonl`, what a person may ask about, and the page made of it.
+"""The logbook of a run: `incidents.jsonl`, what a person may ask about, and `LOGBOOK.md`, rendered from it.
 
-The file is appended to and never rewritten. A start reads it once; `LOGBOOK.md` is made anew, whole and
-atomically, from what is then remembered of it, so it heals by itself after a write that failed.
+The file of records is appended to and never rewritten. The page is made anew, whole and atomically, from the
+newest records at each event, so it heals by itself after a write that failed. What comes from the data stands
+in indented blocks, which nothing in them can end.
 """
 
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import groupby, islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ds_pretrain.core.files import sync_file, write_atomic
-from ds_pretrain.monitor.logbook_memory import NOTEWORTHY, Remembered, remembered
-from ds_pretrain.monitor.logbook_page import page
-from ds_pretrain.monitor.sinks import JsonLines, read_metrics
+from ds_pretrain.core.jsonl import JsonLines, read_metrics, read_metrics_backwards
+from ds_pretrain.core.text import count, counted, loss_plot, plain_words
 
 INCIDENTS = "incidents.jsonl"
 PAGE = "LOGBOOK.md"
+Record = Mapping[str, Any]
+
+_STARTS = ("start", "resume")
+_ENDS = ("stop", "finish", "needs_person")
+# What is written down. Steps, validations, checkpoints and shipping are routine: metrics.jsonl has them.
+_NOTEWORTHY = {
+    *_STARTS,
+    *_ENDS,
+    *("save_failed", "warning", "changed", "watchdog", "observed", "dropped"),
+    *("rollback", "suspects", "compared", "outcome"),
+}
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
 _MOST_POINTS = 200  # of the curve in a record
 _STEPS_BEFORE = 100  # of the onset in a curve, at least: what was usual has to be seen
 _PAUSE_SECONDS = 60.0  # between two pages that tell nothing but small things: they may come with each step
+
+_MOST_RECORDS = 2000  # read for a page
+_IN_FULL = 10  # incidents that are told in full
+_MOST_EVENTS = 200  # lines
+_MOST_SUSPECTS = 20
+_WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
+_ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
+_BULKY = ("curve", "rank_losses", "hosts", "samples")
+_LEGEND = {"X": "decided here", "N": "loss not finite", "!": "since the onset"}
+_WORDS = {
+    "stop": "stopped on request; saved, the same command goes on from there",
+    "finish": "finished",
+    "checkpoint": "saves work again",
+}
+# What the records' words mean: a person reads the page, a program incidents.jsonl.
+_PLAIN = {
+    "blip": "a high loss of one step",
+    "spike": "a spike of the loss",
+    "lasting_spike": "a spike of the loss that lasts",
+    "drift": "a slow rise of the loss",
+    "fall": "a sudden fall of the loss",
+    "norm_rise": "a high gradient norm",
+    "frozen_norm": "a gradient norm that never changes",
+    "non_finite": "a loss or gradient norm that is no number",
+    "worse_than_guessing": "a loss worse than guessing",
+    "wild_norm": "a wild gradient norm",
+    "came_back": "the trouble came back",
+    "passing_fault": "a passing fault",
+    "data_or_state": "the data or the state",
+    "other_ranks": "not to be compared, on another number of ranks",
+}
 
 
 class Logbook:
@@ -33,25 +79,27 @@ class Logbook:
 
     def __init__(self, out: Path, run_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._incidents, self._page, self._name, self._clock = out / INCIDENTS, out / PAGE, run_name, clock
-        is_there = self._incidents.is_file()
-        self._told = remembered(read_metrics(self._incidents)) if is_there else Remembered()
+        self._counts: Counter[str] = Counter()  # of records, by kind
+        self._outcomes: dict[int, str] = {}  # of incidents, by number
+        if self._incidents.is_file():
+            for record in read_metrics(self._incidents):
+                self._count(record)
         self._file = JsonLines(self._incidents)
         self._steps: deque[tuple[int, float, int | None]] = deque(maxlen=_REMEMBERED_STEPS)
         self._page_is_old = self._save_failed = False
         self._tried_at = -float("inf")
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Remember a step, or write an event down if it is noteworthy."""
         kind = record.get("event")
         if kind == "step":
             self._remember(record)
-        if kind in NOTEWORTHY or (kind == "checkpoint" and self._save_failed):  # saves work again
+        if kind in _NOTEWORTHY or (kind == "checkpoint" and self._save_failed):  # saves work again
             self._save_failed = kind == "save_failed" or (self._save_failed and kind != "checkpoint")
-            completed = self._completed(record)
-            self._file.write(completed)
-            self._told.take(completed)
+            self._file.write(self._completed(record))
+            self._count(record)
             self._page_is_old = True
-            if not _is_small(record):
+            if kind not in ("dropped", "watchdog"):  # these may come with each step
                 sync_file(self._incidents)
                 self._make_page()
         if self._page_is_old and self._clock() >= self._tried_at + _PAUSE_SECONDS:
@@ -65,28 +113,34 @@ class Logbook:
         finally:
             self._file.close()
 
-    def _remember(self, record: Mapping[str, Any]) -> None:
+    def _count(self, record: Record) -> None:
+        self._counts[str(record.get("event"))] += 1
+        if isinstance(number := record.get("incident"), int):
+            ended = _outcome(record)
+            if ended != "open" or number not in self._outcomes:
+                self._outcomes[number] = ended
+
+    def _remember(self, record: Record) -> None:
         step, loss = record["step"], record["loss"]
         while self._steps and self._steps[-1][0] >= step:  # gone back: that branch is left
             self._steps.pop()
         self._steps.append((step, loss, record.get("tokens")))
 
-    def _completed(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _completed(self, record: Record) -> dict[str, Any]:
         """The record with the tokens of its step, and with the curve if a decision was taken by it."""
-        done = dict(record)
+        done, step = dict(record), record.get("step")
         if record.get("event") == "dropped":  # there may be thousands of them
             done["num_samples"] = len(done.pop("samples", None) or ())  # metrics.jsonl has their ids
-        step = record.get("step")
         if "tokens" not in record:
             known = next((tokens for at, _, tokens in reversed(self._steps) if at == step), None)
             done |= {} if known is None else {"tokens": known}
-        if _decides(record) and isinstance(step, int):
+        if record.get("event") in ("rollback", "needs_person") and isinstance(step, int):
             done["curve"] = self._curve(step, record.get("onset"))
         return done
 
-    def _curve(self, step: int, onset: Any) -> list[list[float]]:
+    def _curve(self, step: int, onset: int | None) -> list[list[float]]:
         """[step, loss] from well before the onset to `step`; thinned evenly, the last one always there."""
-        began = onset if isinstance(onset, int) else step
+        began = step if onset is None else onset
         first = began - max(_STEPS_BEFORE, step - began)
         points = [[at, loss] for at, loss, _ in self._steps if first <= at <= step]
         every = -(-len(points) // _MOST_POINTS) or 1
@@ -94,16 +148,312 @@ class Logbook:
 
     def _make_page(self) -> None:
         self._tried_at = self._clock()  # first: a disk that refuses is not asked again with each step
-        write_atomic(self._page, page(self._told, self._name))
+        in_full = _in_full(self._outcomes)
+        newest = [
+            record
+            if record.get("incident") in in_full
+            else {name: value for name, value in record.items() if name not in _BULKY}
+            for record in islice(read_metrics_backwards(self._incidents), _MOST_RECORDS)
+        ]
+        write_atomic(self._page, render(newest, self._name, self._counts, self._outcomes))
         self._page_is_old = False
 
 
-def _decides(record: Mapping[str, Any]) -> bool:
+def _in_full(numbers: Iterable[int]) -> Sequence[int]:
+    """The incidents that a page tells in full, the newest first."""
+    return sorted(numbers, reverse=True)[:_IN_FULL]
+
+
+def render(
+    newest: Sequence[Record], run_name: str, counts: Mapping[str, int], outcomes: Mapping[int, str]
+) -> str:
+    """LOGBOOK.md from the newest records, the newest first; `counts` and `outcomes` are those of all."""
+    incidents: dict[int, list[Record]] = {}
+    for record in newest[::-1]:
+        if isinstance(number := record.get("incident"), int):
+            incidents.setdefault(number, []).append(record)
+    in_full = _in_full(incidents)
+    parts = list(_head(newest, run_name, counts, outcomes))
+    for number in in_full:
+        parts += [f"## Incident {number}", *_incident(incidents[number], outcomes[number])]
+    if older := sorted(incidents.keys() - set(in_full), reverse=True):
+        parts.append("## Older incidents")
+        parts.append(_block(*(f"{n}: {_title(incidents[n])}; {outcomes[n]}" for n in older)))
+    events = list(_events([record for record in newest[::-1] if "incident" not in record]))[::-1]
+    if events:
+        parts += ["## Events", _block(*events[:_MOST_EVENTS])]
+    if len(newest) < sum(counts.values()) or len(events) > _MOST_EVENTS:
+        parts.append("What is older is in incidents.jsonl.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(
+    newest: Sequence[Record], run_name: str, counts: Mapping[str, int], outcomes: Mapping[int, str]
+) -> Iterator[str]:
+    yield f"# Logbook of {_line(run_name)}"
+    yield (
+        "Generated from incidents.jsonl and written anew with each event: what you write here is lost, "
+        "your own notes belong in another file. Newest first; times are UTC."
+    )
+    yield f"**Now: {_now(newest, outcomes)}**"
+    num_open = sum(one == "open" for one in outcomes.values())
+    num_starts = sum(counts.get(kind, 0) for kind in _STARTS)
+    yield (
+        f"{counted(len(outcomes), 'incident')} ({num_open:,} open); {counted(num_starts, 'start')}; "
+        f"{counted(counts.get('dropped', 0), 'dropped update')}, "
+        f"{counted(counts.get('save_failed', 0), 'failed save')}."
+    )
+    last = _last(newest, *_STARTS, "needs_person")
+    if last is not None and last["event"] == "needs_person":
+        yield _block(*str(last.get("diagnosis") or last.get("reason")).splitlines())
+
+
+def _now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
+    """Where the run stood when the last record was written."""
+    last = _last(newest, *_STARTS, *_ENDS)
+    if last is None:
+        return f"running, {_when(newest[0])}." if newest else "nothing has happened yet."
+    if last["event"] == "needs_person":
+        return f"NEEDS A PERSON ({_where(last)}); do not just start it again. The diagnosis:"
+    if last["event"] in _ENDS:
+        return f"{'finished' if last['event'] == 'finish' else 'stopped on request'} ({_where(last)})."
+    if outcomes and outcomes[max(outcomes)] == "open":
+        return f"recovering from incident {max(outcomes)}."
+    saved = _last(newest, "save_failed", "checkpoint", *_STARTS) or last
+    if saved["event"] == "save_failed":
+        return f"SAVES FAIL ({_where(saved)}): {_line(saved.get('problem'))}"
+    said = _last(newest, "watchdog", "outcome", *_STARTS) or last
+    if said["event"] == "watchdog" and said.get("action") != "ok":
+        return f"no response open; the watchdog last saw ({_when(said)}): {_line(said.get('message'))}"
+    return f"healthy since {_when(_last(newest, 'watchdog', 'dropped', 'outcome', *_STARTS) or last)}."
+
+
+def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
+    """A line for each, in their order; dropped updates, and verdicts of one kind, in a row are one line."""
+    start: Record | None = None
+    has_ended = True  # the start before had a last word
+    for _, group in groupby(enumerate(oldest_first), key=_row):
+        records = [record for _, record in group]
+        last, note = records[-1], ""
+        kind = last.get("event")
+        if kind in _STARTS:
+            was, now = (start or {}).get("world_size"), last.get("world_size")
+            note = f" (before: {was:,})" if was and was != now else ""
+            note += "" if has_ended else "; the start before left no word of its end: killed, or failed"
+            start = last
+        has_ended = kind in _ENDS or (has_ended and kind not in _STARTS)
+        since = f"{len(records):,} times since step {records[0].get('step'):,}, " if len(records) > 1 else ""
+        yield f"{_where(last)}: {since}{_words(last)}{note}"
+
+
+def _row(numbered: tuple[int, Record]) -> tuple[Any, ...]:
+    """What records in a row share that are one line; others share nothing."""
+    index, record = numbered
+    small = record.get("event") in ("dropped", "watchdog")
+    shared = (record.get(name) for name in ("event", "cause", "trouble", "action"))
+    return tuple(shared) if small else (index,)
+
+
+def _words(record: Record) -> str:
+    """An event that belongs to no incident, without its time and place."""
     kind = record.get("event")
-    return kind in ("rollback", "needs_person") or (
-        kind == "watchdog" and record.get("action") == "roll_back"
+    if kind in _STARTS:
+        size, begun = record.get("world_size"), record.get("checkpoint")
+        ranks = "" if size is None else f", {counted(size, 'rank')}"
+        return f"{kind}{ranks}{'' if begun is None else f', from {_line(begun)}'}"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    if kind == "dropped":
+        return f"update dropped for {_plain(record.get('cause'))}"
+    if kind == "save_failed":
+        return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_line(record.get('problem'))}"
+    if kind == "changed":
+        old, new = _line(record.get("old")), _line(record.get("new"))
+        return f"{_line(record.get('field'))} changed: {old} before, {new} from this start on"
+    if kind == "watchdog":
+        action = {"ok": "healed", "watch": "watched"}.get(record["action"], "to roll back for")
+        return f"{_plain(record.get('trouble'))}, {action}: {_line(record.get('message'))}"
+    return f"{_line(kind)}: {_line(record.get('message'))}"
+
+
+def _outcome(record: Record) -> str:
+    """How an incident has ended, as far as this record of it tells."""
+    if record.get("event") == "needs_person":
+        return "needs a person"
+    return _plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
+
+
+def _title(records: Sequence[Record]) -> str:
+    """When an incident was decided upon, its trouble, and what was done."""
+    first = records[0]
+    since = "" if first.get("onset") is None else f" since step {first['onset']:,}"
+    trouble = _plain(first["trouble"]) if first.get("trouble") else "trouble that was not written down"
+    done = f"; {first['response']}" if "response" in first else ""
+    return f"{_where(first)}: {trouble}{since}{done}"
+
+
+def _incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
+    """The paragraphs of an incident, in the order in which things happened."""
+    yield f"{_title(records)}. Outcome: **{outcome}**."
+    for record in records:
+        kind = record.get("event")
+        if kind in ("rollback", "needs_person"):
+            yield from _decision(record)
+        elif kind == "suspects":
+            yield from _suspects(record)
+        elif kind == "compared":
+            yield _compared(record)
+        elif kind == "outcome":
+            yield f"Ended ({_where(record)}): {_outcome(record)}: {_line(record.get('message'))}."
+
+
+def _decision(record: Record) -> Iterator[str]:
+    """What was seen, what was decided, and what is skipped for it."""
+    yield f"Seen: {_line(record.get('message'))}."
+    if plot := _curve_plot(record):
+        yield _block(*plot.splitlines())
+    if worst := worst_rank(record):
+        yield worst
+    to_step = f"step {record['to_step']:,}" if record.get("to_step") is not None else "no checkpoint"
+    if record.get("event") == "needs_person":
+        yield (
+            f"Decided: **a person is needed**: {_line(record.get('reason'))}; the next start goes on from "
+            f"{to_step}."
+        )
+        yield _block(*str(record.get("diagnosis")).splitlines())
+        return
+    yield f"Decided: **{record.get('response')}**, back to {to_step}: {_line(record.get('reason'))}."
+    yield _skipped(record.get("skipped"))
+
+
+def _skipped(skipped: Record | None) -> str:
+    if not skipped:
+        return "Skipped: no data."
+    sources = skipped.get("samples", {})
+    named = ", ".join(f"{sum(map(len, ids.values())):,} of {_line(name)}" for name, ids in sources.items())
+    return (
+        f"Skipped: {counted(skipped['num_samples'], 'sample')} ({named}) of phase {_line(skipped['phase'])}, "
+        f"draws {skipped['start']:,} to {skipped['stop'] - 1:,}. The exact ids are in incidents.jsonl; "
+        "`ds-pretrain audit RUN --skipped` lists them."
     )
 
 
-def _is_small(record: Mapping[str, Any]) -> bool:
-    return record.get("event") in ("dropped", "watchdog") and not _decides(record)
+def _suspects(record: Record) -> Iterator[str]:
+    samples = record.get("samples") or []
+    yield (
+        f"Suspects: of the offending batches, {counted(len(samples), 'sample')} with the highest loss under "
+        "the weights gone back to."
+    )
+    lines = [
+        f"loss {one['loss']:.4g}  {_line(one['source'])}, documents {_line(one['documents'])}, sample "
+        f"{one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  {_line(one['text'], 120)}"
+        for one in samples[:_MOST_SUSPECTS]
+    ]
+    if samples:
+        yield _block(*lines)
+
+
+def _compared(record: Record) -> str:
+    said = f"Replayed ({_when(record)}): **{_plain(record.get('finding'))}**: {_line(record.get('message'))}."
+    if (first := record.get("first_difference")) is not None:
+        said += f" First difference at step {first:,}."
+    for name in ("ranks", "hosts"):
+        if found := record.get(name):
+            said += f" {name.title()}: {_line(found)}."
+    return said
+
+
+def _curve_plot(record: Record) -> str | None:
+    """The record's `curve` as a small picture; None if it has none."""
+    onset, decided = record.get("onset"), record.get("step")
+    points = [(int(step), float(loss)) for step, loss in record.get("curve") or ()]
+    if not points:
+        return None
+
+    def mark(step: int, loss: float) -> str:
+        if step == decided:
+            return "X"
+        if not math.isfinite(loss):
+            return "N"
+        return "!" if onset is not None and step >= onset else " "
+
+    marks = [mark(*point) for point in points]
+    legend = {mark: meaning for mark, meaning in _LEGEND.items() if mark in marks}
+    return loss_plot(points, marks, legend, _WIDTH, _HEIGHT)
+
+
+def worst_rank(record: Record) -> str | None:
+    """Which rank stood out most at a step of the trouble, and on which host; None for one rank or unknown.
+
+    That is the first rank without a finite loss, else the one furthest above the median of the others. Of
+    ranks that share sequences, which have one loss, it is their group.
+    """
+    shared, onset = record.get("sequence_parallel_size", 1), record.get("onset") or 0
+    by_step = {int(step): losses[::shared] for step, losses in (record.get("rank_losses") or {}).items()}
+    worst: tuple[float, int, int] | None = None  # (gap, step, reader)
+    for step, losses in sorted(by_step.items()):
+        if len(losses) < 2 or step < onset:
+            continue
+        heights = [loss if math.isfinite(loss) else math.inf for loss in losses]
+        reader = heights.index(max(heights))
+        gap = math.inf
+        if math.isfinite(heights[reader]):
+            gap = heights[reader] - median(heights[:reader] + heights[reader + 1 :])
+        if worst is None or gap > worst[0]:
+            worst = gap, step, reader
+    if worst is None:
+        return None
+    gap, step, reader = worst
+    losses = by_step[step]
+    ranks = "ranks" if shared == 1 else f"groups of {shared} ranks"
+    if math.isfinite(gap) and gap <= _ALIKE * abs(losses[reader]):
+        return f"The {len(losses):,} {ranks} had about the same loss at step {step:,}: {median(losses):.4g}."
+    first = reader * shared
+    who = f"rank {first}" if shared == 1 else f"the group of ranks {first} to {first + shared - 1}"
+    hosts = (record.get("hosts") or [])[first : first + shared]
+    others = [loss for at, loss in enumerate(losses) if at != reader and math.isfinite(loss)]
+    usual = f"the median of the others was {median(others):.4g}" if others else "no other is finite"
+    return (
+        f"At step {step:,} {who}{f' on {_line(hosts)}' if hosts else ''} stood out most of {len(losses):,} "
+        f"{ranks}, with a loss of {losses[reader]:.4g}; {usual}."
+    )
+
+
+def _last(newest: Sequence[Record], *kinds: str) -> Record | None:
+    return next((record for record in newest if record.get("event") in kinds), None)
+
+
+def _plain(value: Any) -> str:
+    return _PLAIN.get(value, _line(value)) if isinstance(value, str) else "cause not recorded"
+
+
+def _line(value: Any, longest: int = 300) -> str:
+    """`value` as printable characters in one line, without a full stop, cut after `longest`."""
+    text = plain_words(value)
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[:longest]).split())
+    return line.removesuffix(".") if len(text) <= longest else f"{line}..."
+
+
+def _block(*lines: str) -> str:
+    """Lines as a code block that nothing in them can end."""
+    return "\n".join("    " + "".join(c if c.isprintable() else " " for c in line[:1000]) for line in lines)
+
+
+def _when(record: Record) -> str:
+    """The time of a record, UTC, to the second."""
+    seconds = record.get("time")
+    if seconds is None:
+        return "time unknown"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _where(record: Record) -> str:
+    """Time, step, tokens and attempt of a record, as far as it knows them."""
+    parts = [_when(record)]
+    if (step := record.get("step")) is not None:
+        parts.append(f"step {step:,}")
+    if (tokens := record.get("tokens")) is not None:
+        parts.append(f"{count(tokens)} tokens")
+    if (attempt := record.get("attempt")) is not None:
+        parts.append(f"attempt {attempt}")
+    return ", ".join(parts)

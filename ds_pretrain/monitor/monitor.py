@@ -11,18 +11,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.jsonl import METRICS, JsonLines
 from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.core.text import say
 from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
-from ds_pretrain.monitor.sinks import JsonLines, Sink, Terminal
-from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener
+from ds_pretrain.monitor.terminal import Terminal
+from ds_pretrain.monitor.wandb import Wandb, WandbRun, opener
 
-METRICS = "metrics.jsonl"
 _WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ramp
+
+
+class Sink(Protocol):
+    """Takes records. May raise from `write` whatever its medium raises; the monitor survives it."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Monitor:
@@ -101,6 +109,14 @@ class Monitor:
         """Take something that happened: "start", "resume", "checkpoint", "stop", "warning", ..."""
         self._send({"event": kind, "attempt": self._attempt, **fields, "time": time.time()}, True)
 
+    def report(self, kind: str, message: str, **fields: Any) -> None:
+        """Say a line on stderr, and take the same as an event: "incident 3: ...", "step 1,200: ..."."""
+        if self._active:
+            place = f"step {fields['step']:,}: " if "step" in fields else ""
+            place = f"incident {fields['incident']}: " if "incident" in fields else place
+            say(sys.stderr, f"ds_pretrain: {place}{message}")
+        self.event(kind, **fields, message=message)
+
     def close(self) -> None:
         """Close every sink, each in bounded time, and say how many records failed. Closing twice is fine."""
         sinks = [*self._others, *self._files]
@@ -129,9 +145,7 @@ class Monitor:
             self._fail(f"opening {out / INCIDENTS}", error)
         self._others.append(Terminal(sys.stdout, self._timeline.last_step))
         if wandb is not None:
-            patience = Patience()
-            open_client = opener(wandb, out, run_config, finish_seconds=patience.finish / 2)
-            self._others.append(Wandb(open_client, first_index, patience))
+            self._others.append(Wandb(opener(wandb, out, run_config), first_index))
 
     def _speed(self, record: StepRecord) -> dict[str, float | None]:
         tokens = self._timeline.at(record.step - 1).tokens_per_step

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_pretrain.monitor.monitor import METRICS
+from ds_pretrain.core.jsonl import METRICS
 
 _NEWEST = 1000  # of each kind: an older one may be of other hardware
 

@@ -1,24 +1,27 @@
 """Weights & Biases, where it can neither stop, delay nor duplicate a run. The only file that knows `wandb`.
 
 All calls into the client happen on one background thread, behind a bounded queue. When the client fails or
-hangs, one message says so, training goes on, and the client is opened again after growing pauses, under the
-same run id.
+hangs, one message says so and training goes on; W&B's own service repeats what the network lost, and the next
+start opens the same run again.
 """
 
 import contextlib
+import os
+import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean
 from time import monotonic
 from typing import Any, Literal, Protocol
 
 from ds_pretrain.core.text import counted, say
 
+FINISH_SECONDS = 30.0  # that the end of a start waits for W&B, at most
 _LONGEST_TEXT = 1000  # characters of a value
 _NESTED = (list, tuple, Mapping)
 
@@ -33,18 +36,6 @@ class WandbRun:
     mode: Literal["online", "offline"]
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long W&B may take for what, in seconds, and how many records wait for it at most."""
-
-    first_pause: float = 5.0
-    longest_pause: float = 300.0
-    stalled: float = 60.0
-    finish: float = 30.0
-    queue: int = 10_000
-    tries: int = 3
-
-
 class Client(Protocol):
     """The part of `wandb.Run` that is used."""
 
@@ -57,7 +48,7 @@ class Client(Protocol):
 
 
 class Wandb:
-    """A sink for one W&B run: `write` never blocks or raises, `close` takes at most `patience.finish`.
+    """A sink for one W&B run: `write` never blocks or raises, `close` takes at most `finish_seconds`.
 
     `first_index` must be above every index that an earlier start of this run used. W&B drops points whose
     own step does not rise (https://github.com/wandb/wandb/issues/4482), so that step only counts;
@@ -65,90 +56,62 @@ class Wandb:
     """
 
     def __init__(
-        self, open_client: Callable[[], Client], first_index: int = 0, patience: Patience | None = None
+        self,
+        open_client: Callable[[], Client],
+        first_index: int = 0,
+        *,
+        stalled_seconds: float = 60.0,
+        finish_seconds: float = FINISH_SECONDS,
+        most_waiting: int = 10_000,
     ) -> None:
-        self._open = open_client
-        self._index = first_index
-        self._patience = patience or Patience()
-        self._records: deque[tuple[int, dict[str, Any]]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
+        self._open, self._index = open_client, first_index
+        self._stalled_seconds, self._finish_seconds = stalled_seconds, finish_seconds
+        self._most_waiting = most_waiting
+        self._waiting: SimpleQueue[tuple[int, dict[str, Any]] | None] = SimpleQueue()
         self._busy_since: float | None = None
-        self._warned = False
-        self.degraded: str | None = None  # why points are not arriving now; None is healthy
+        self._is_closed = False
+        self.degraded: str | None = None  # why points do not arrive, the first reason; None is healthy
         self.num_lost = 0
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Queue `record`; the oldest waiting one is lost when the queue is full."""
-        stalled_since = self._busy_since
-        if stalled_since is not None and monotonic() - stalled_since > self._patience.stalled:
-            self._degrade(f"a call has not returned for {self._patience.stalled:g} s")
-        with self._wake:
-            if len(self._records) >= self._patience.queue:
-                self._records.popleft()
-                self.num_lost += 1
-            self._records.append((self._index, points(record)))
-            self._index += 1
-            self._wake.notify()
+        """Queue `record`; it is lost when the queue is full."""
+        busy_since = self._busy_since
+        if busy_since is not None and monotonic() - busy_since > self._stalled_seconds:
+            self._degrade(f"a call has not returned for {self._stalled_seconds:g} s")
+        if self._waiting.qsize() >= self._most_waiting:
+            self.num_lost += 1
+            return
+        self._waiting.put((self._index, points(record)))
+        self._index += 1
 
     def close(self) -> None:
-        """Send what waits and finish the run, for as long as patience allows."""
-        with self._wake:
-            if self._closing:
-                return
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(self._patience.finish)
-        num_unsent = len(self._records) + self.num_lost
+        """Send what waits and finish the run, for as long as patience allows; closing twice is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waiting.put(None)
+        self._thread.join(self._finish_seconds)
         if self._thread.is_alive():
-            self._degrade(f"it did not finish within {self._patience.finish:g} s")
+            self._degrade(f"it did not finish within {self._finish_seconds:g} s")
             _end_service()
-        if num_unsent:
-            say(sys.stderr, f"W&B did not get {counted(num_unsent, 'record')}; metrics.jsonl has everything")
+        if num_lost := self.num_lost + max(0, self._waiting.qsize() - 1):
+            say(sys.stderr, f"W&B did not get {counted(num_lost, 'record')}; metrics.jsonl has everything")
 
     def _work(self) -> None:
-        pause = self._patience.first_pause
-        tries = 0  # failures of the record at the head of the queue
-        while True:
-            client = None
-            try:
-                client = self._timed(self._open)
-                while (head := self._next()) is not None:
-                    index, data = head
+        try:
+            client = self._timed(self._open)
+            while (head := self._waiting.get()) is not None:
+                index, data = head
+                try:
                     self._timed(partial(_log, client, data, index))
-                    with self._wake:
-                        if self._records and self._records[0] is head:
-                            self._records.popleft()
-                    pause, tries = self._patience.first_pause, 0
-                    self._recover()
-                self._timed(client.finish)
-                return
-            except Exception as error:  # whatever the client throws, training must not notice
-                self._degrade(f"{type(error).__name__}: {error}")
-                tries += client is not None
-                if tries >= self._patience.tries:
-                    self._drop_head()
-                    tries = 0
-            if client is not None:
-                with contextlib.suppress(Exception):
-                    self._timed(client.finish)
-            with self._wake:
-                if self._closing or self._wake.wait_for(lambda: self._closing, timeout=pause):
-                    return
-            pause = min(2 * pause, self._patience.longest_pause)
-
-    def _next(self) -> tuple[int, dict[str, Any]] | None:
-        with self._wake:
-            self._wake.wait_for(lambda: self._records or self._closing)
-            return self._records[0] if self._records else None
-
-    def _drop_head(self) -> None:
-        with self._wake:
-            if self._records:
-                self._records.popleft()
-                self.num_lost += 1
+                except Exception as error:  # whatever the client throws, training must not notice
+                    self.num_lost += 1
+                    self._degrade(f"{type(error).__name__}: {error}")
+            self._timed(client.finish)
+        except Exception as error:
+            self._degrade(f"{type(error).__name__}: {error}")
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         self._busy_since = monotonic()
@@ -158,18 +121,13 @@ class Wandb:
             self._busy_since = None
 
     def _degrade(self, reason: str) -> None:
-        self.degraded = reason
-        if not self._warned:
-            self._warned = True
+        """Say the first reason."""
+        if self.degraded is None:
+            self.degraded = reason
             say(
                 sys.stderr,
                 f"monitoring degraded: W&B: {reason}; training goes on; metrics.jsonl has everything",
             )
-
-    def _recover(self) -> None:
-        if self.degraded is not None:
-            self.degraded, self._warned = None, False
-            say(sys.stderr, f"monitoring recovered: W&B takes records again; {self.num_lost} were lost to it")
 
 
 def points(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +168,7 @@ def _read(record: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}/{k}": v for name, read in record["sources"].items() for k, v in read.items()}
 
 
-class Opened:
+class _Run:
     """A real `wandb` run that leaves no service process behind, however it ended."""
 
     def __init__(self, wandb: Any, run: Any) -> None:
@@ -224,16 +182,13 @@ class Opened:
         self._run.log(data, step=step)
 
     def finish(self) -> None:
-        """Finish the run and end the service; a broken one is forgotten, to be opened afresh."""
         try:
             self._run.finish()
         finally:
             self._wandb.teardown()
 
 
-def opener(
-    run: WandbRun, out: Path, run_config: Mapping[str, Any], finish_seconds: float
-) -> Callable[[], Client]:
+def opener(run: WandbRun, out: Path, run_config: Mapping[str, Any]) -> Callable[[], Client]:
     """A function that opens `run` with the real client, and imports it only then. WANDB_* variables apply."""
 
     def open_run() -> Client:
@@ -249,15 +204,23 @@ def opener(
                 dir=str(out),
                 config=dict(run_config),
                 allow_val_change=True,  # a resumed run may have a changed run file
-                settings=_settings(wandb, finish_seconds),
+                settings=wandb.Settings(
+                    console="off",  # the launcher owns stdout
+                    silent=True,
+                    disable_git=True,
+                    disable_code=True,
+                    save_code=False,
+                    init_timeout=60,
+                    finish_timeout=FINISH_SECONDS / 2,
+                    stop_fn=_ignore_stop,
+                ),
             )
             opened.define_metric("train/step")
             opened.define_metric("*", step_metric="train/step")
         except BaseException:
-            with contextlib.suppress(Exception):
-                wandb.teardown()
+            wandb.teardown()  # here, where a service that hangs is noticed, and not in the exit hook
             raise
-        return Opened(wandb, opened)
+        return _Run(wandb, opened)
 
     return open_run
 
@@ -268,22 +231,11 @@ def _log(client: Client, data: dict[str, Any], index: int) -> None:
 
 def _end_service() -> None:
     """Kill a service process that does not answer; otherwise wandb's exit hook waits for it for ever."""
-    with contextlib.suppress(AttributeError, KeyError):  # it was never started
-        sys.modules["wandb"].sdk.wandb_setup._singleton._connection._proc._process.kill()
-
-
-def _settings(wandb: Any, finish_seconds: float) -> Any:
-    return wandb.Settings(
-        console="off",  # the launcher owns stdout
-        silent=True,
-        disable_git=True,
-        disable_code=True,
-        save_code=False,
-        init_timeout=60,
-        finish_timeout=finish_seconds,
-        stop_fn=_ignore_stop,
-        reinit="create_new",  # a client that failed may still be there when it is opened again
-    )
+    with contextlib.suppress(OSError):
+        for children in Path("/proc/self/task").glob("*/children"):
+            for pid in children.read_text().split():
+                if Path(f"/proc/{pid}/comm").read_text().strip() == "wandb-core":
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def _ignore_stop() -> None:

@@ -6,7 +6,7 @@ of the run, and only its monitor writes.
 
 import platform
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 from ds_pretrain.config.known_bad import installed_versions, non_finite_advice
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.jsonl import METRICS, read_metrics_backwards
 from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.core.state import Rollback, RunState
 from ds_pretrain.data.sampler import SampleIds
-from ds_pretrain.monitor.monitor import METRICS, Monitor
-from ds_pretrain.monitor.sinks import read_metrics_backwards
+from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.watchdog.detector import ONSET_REACH, Verdict
 from ds_pretrain.watchdog.policy import Response, is_same_place
 from ds_pretrain.watchdog.replay import Replay, Seen, conclude, passes, suspect_hosts
@@ -33,9 +33,9 @@ _CURED = {"replay": "the replay cured it", "skip": "it was the data that are ski
 class Incidents:
     """Follows each rollback to its outcome, and tells the monitor."""
 
-    def __init__(self, plan: Plan, monitor: Monitor, world: World, tell: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, monitor: Monitor, world: World) -> None:
         """Collective."""
-        self._plan, self._monitor, self._world, self._tell = plan, monitor, world, tell
+        self._plan, self._monitor, self._world = plan, monitor, world
         self._hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
         self._patience = plan.run.watchdog.patience
         self._recent: deque[tuple[int, RankLosses]] = deque(maxlen=self._patience + 2 * ONSET_REACH)
@@ -110,12 +110,8 @@ class Incidents:
             return
         if record.grad_norm is None and isfinite(record.loss):
             self._non_finite.append(record.step)
-            first = self._non_finite[0]
-            if (
-                len(self._non_finite) == _FEW_NON_FINITE
-                and not self._has_advised
-                and (record.step - first < self._plan.run.watchdog.window)
-            ):
+            is_often = len(self._non_finite) == _FEW_NON_FINITE
+            if is_often and record.step - self._non_finite[0] < self._plan.run.watchdog.window:
                 self._advise(record.step)
         self._monitor.event(
             "dropped",
@@ -128,15 +124,10 @@ class Incidents:
 
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
+        if not self._has_advised:
+            advice = non_finite_advice(self._plan.deepspeed, installed_versions(), self._plan.run.deepspeed)
+            self._monitor.report("warning", advice, step=step)
         self._has_advised = True
-        plan = self._plan
-        advice = non_finite_advice(plan.deepspeed, installed_versions(), plan.run.deepspeed)
-        self.warn(step, advice)
-
-    def warn(self, step: int, message: str) -> None:
-        """Something that a person should look at. On rank 0."""
-        self._tell(f"step {step:,}: {message}")
-        self._monitor.event("warning", step=step, message=message)
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
@@ -172,14 +163,14 @@ class Incidents:
         if self._observed == verdict.kind:
             return
         self._observed = verdict.kind
-        what = (
-            f"{response.action}, {response.reason}"
-            if response.action != "stop"
-            else f"stop: {response.reason}"
-        )
-        self._tell(f'step {step:,}: {verdict.message}; the watchdog would {what}; watchdog.mode = "observe"')
-        self._monitor.event(
-            "observed", step=step, response=response.action, to_step=response.to_step, reason=response.reason
+        what = f"{response.action}{':' if response.action == 'stop' else ','} {response.reason}"
+        self._monitor.report(
+            "observed",
+            f'{verdict.message}; the watchdog would {what}; watchdog.mode = "observe"',
+            step=step,
+            response=response.action,
+            to_step=response.to_step,
+            reason=response.reason,
         )
 
     def suspects(self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -197,14 +188,13 @@ class Incidents:
         self._said = said if verdict.kind is not None and verdict.action != "ok" else ()
         if verdict.kind is None:
             return
-        self._tell(f"step {record.step:,}: {verdict.message}")
-        self._monitor.event(
+        self._monitor.report(
             "watchdog",
+            verdict.message,
             step=record.step,
             action=verdict.action,
             trouble=verdict.kind,
             onset=verdict.onset,
-            message=verdict.message,
         )
 
     def _read_replay(self, state: RunState) -> Replay | None:
@@ -218,7 +208,8 @@ class Incidents:
         try:
             replay, second = passes(read_metrics_backwards(self._plan.out / METRICS), number, rollback)
         except (OSError, LookupError, TypeError) as error:
-            self._tell(f"{self._plan.out / METRICS} cannot be read, so the replay is not compared: {error}")
+            said = f"{self._plan.out / METRICS} cannot be read, so the replay is not compared: {error}"
+            self._monitor.report("warning", said, step=state.step)
             return None
         for step in sorted(step for step in second if step <= state.step):
             replay = replay.after(step, second[step])
@@ -232,10 +223,7 @@ class Incidents:
             message = (
                 f"{self._patience} healthy steps after step {rollback.step:,}: {_CURED[rollback.response]}"
             )
-            self._tell(f"incident {number}: {message}")
-            self._monitor.event(
-                "outcome", incident=number, step=state.step, outcome="healed", message=message
-            )
+            self._monitor.report("outcome", message, incident=number, step=state.step, outcome="healed")
 
     def _conclude(self, number: int, step: int, came_back: bool) -> None:
         """Tell what a replay showed, once."""
@@ -246,13 +234,12 @@ class Incidents:
         self._replay = None
         compared = conclude(replay, came_back)
         difference = replay.difference
-        self._tell(f"incident {number}: {compared.message}")
-        self._monitor.event(
+        self._monitor.report(
             "compared",
+            compared.message,
             incident=number,
             step=step,
             finding=compared.finding,
-            message=compared.message,
             first_difference=difference and difference.step,
             ranks=list(difference.ranks or ()) if difference else [],
             hosts=list(suspect_hosts(replay)) if compared.finding == "passing_fault" else [],

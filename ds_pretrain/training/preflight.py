@@ -6,6 +6,7 @@ No torch here: `ds-pretrain check` runs this in seconds on a login node, and eac
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from ds_pretrain.checkpoint.manifest import published, step_of
@@ -16,7 +17,7 @@ from ds_pretrain.config.schema import HeldOutSection
 from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem
-from ds_pretrain.core.text import counted, listed
+from ds_pretrain.core.text import counted, listed, text_plot
 from ds_pretrain.data.filtered import open_section
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.inspect import check_source, describe_source
@@ -28,10 +29,11 @@ from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.masking_check import mask_warnings
 from ds_pretrain.models.rope_change import rope_value_problems
 from ds_pretrain.models.sharing_check import sharing_problems
-from ds_pretrain.monitor.rate_plot import rate_summary
 from ds_pretrain.training.compatibility import directory_problems, other_config_problems
 from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems
 from ds_pretrain.training.record import lost_here, newest_here, origin_here
+
+_PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 
 
 @dataclass(frozen=True)
@@ -282,3 +284,39 @@ def _separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
     report = describe_source(source)
     rate = report.eos_per_million
     return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings
+
+
+def rate_summary(plan: Plan) -> Iterator[str]:
+    """The rate where the schedule changes its nature, and where the ramp's rule changes it; then drawn."""
+    corners = (f"{name} {step:,}: {_rate(plan, step):.3g}" for name, step in plan.schedule.corners().items())
+    yield f"rate       {', '.join(corners)}"
+    segments, batch = plan.timeline.segments, plan.run.batch
+    changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
+    if batch.rate_rule != "none" and (changes or plan.rate_factor(0) != 1):
+        words = (
+            f"x {plan.rate_factor(s.first_step):.3g} from step {s.first_step:,} "
+            f"({counted(s.tokens_per_step, 'token')} a step, rate {_rate(plan, s.first_step):.3g})"
+            for s in (segments[0], *changes)
+        )
+        meant = f" to {plan.rate_tokens:,} tokens" if batch.rate_tokens is not None else ""
+        yield f"           batch.rate_rule {batch.rate_rule}{meant}: {', '.join(words)}"
+    yield from (f"           {line}" for line in rate_lines(plan))
+
+
+def _rate(plan: Plan, step: int) -> float:
+    """Of a run in which no update is dropped; a schedule may have a corner at its very end."""
+    return plan.rate(min(step, plan.last_step - 1), step)
+
+
+def rate_lines(plan: Plan) -> list[str]:
+    """The rate, a column a stretch of steps; below it the phases and where each begins."""
+    width = min(_PLOT_WIDTH, plan.last_step)
+    steps = [column * (plan.last_step - 1) // max(1, width - 1) for column in range(width)]
+    phases = ["-"] * width
+    for phase in plan.run.phases:
+        begin = plan.timeline.phase_start(phase.name)
+        first = next((column for column, step in enumerate(steps) if step >= begin), width)
+        name = f"|{phase.name}"[: width - first]  # as far as there is room
+        phases[first : first + len(name)] = name
+    rates = [[plan.rate(step, step)] for step in steps]
+    return [*text_plot(rates, _PLOT_HEIGHT), f"{'':9} {''.join(phases)}"]

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeInt
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest, parse_manifest, published, step_of
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.run_files import save_file, stop_file
 from ds_pretrain.core.run_lock import LOCK
 from ds_pretrain.core.state import RunState
@@ -53,9 +54,6 @@ class RunRecord:
     changes: tuple[Mapping[str, Any], ...] = ()  # of the identity, and at which attempt
     overrides: tuple[str, ...] = ()  # of the command line, at the last start
     lineage: Lineage | None = None  # of a branch
-
-
-_RECORD_TYPE = TypeAdapter(RunRecord)
 
 
 @dataclass(frozen=True)
@@ -98,24 +96,14 @@ def read_record(out: Path) -> RunRecord | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
             raise ValueError(f"it is no record of version {_VERSION}")
-        return _RECORD_TYPE.validate_json(json.dumps(data), strict=True, extra="forbid")
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-    ):  # the latter is a folder that cannot be, not a lost record
+        return read_as(RunRecord, json.dumps(data))
+    except (FileNotFoundError, NotADirectoryError):  # the latter: a folder that cannot be, no lost record
         return None
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read ({_reason(error)}); put an intact copy back (each checkpoint's manifest "
+            f"{path} cannot be read ({error}); put an intact copy back (each checkpoint's manifest "
             "has the W&B id), or give the run file a new `out`"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}"
 
 
 def write_record(out: Path, record: RunRecord) -> None:

@@ -28,10 +28,9 @@ from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.incidents import Incidents, RankLosses
 from ds_pretrain.training.step import sum_losses, token_losses_of
-from ds_pretrain.watchdog.detector import Verdict, judge, norm_limit
+from ds_pretrain.watchdog.detector import Verdict, is_warm, judge, norm_limit
 from ds_pretrain.watchdog.policy import Response, after_rollback, respond
 from ds_pretrain.watchdog.rollback_log import CURE, write_cure
-from ds_pretrain.watchdog.verdict import is_warm
 
 # The samples with the highest loss under the weights that were gone back to, around the onset of the trouble:
 # the weights at the spike find everything strange, these tell a poisoned sample from its neighbors.
@@ -57,7 +56,7 @@ class Watchdog:
         """`enter` puts the model into the phase of the update after so many steps. Collective."""
         self._plan, self._places, self._world = plan, places, world
         self._attempt, self._enter, self._tell = attempt, enter, tell
-        self._incidents = Incidents(plan, monitor, world, tell)
+        self._monitor, self._incidents = monitor, Incidents(plan, monitor, world)
         self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
     def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
@@ -162,11 +161,12 @@ class Watchdog:
             calm = saved_steps(self._places.root, state.rollbacks, calm=True)
             newest = f"step {max(calm):,}" if calm else "none"
             onset = state.watchdog.spike.onset
-            self._incidents.warn(
-                state.step,
+            self._monitor.report(
+                "warning",
                 f"the run ends in a spike that began at step {onset:,}, less than "
                 f"{counted(patience, 'step')} before the end, so that nothing was done about "
                 f"it; the newest calm checkpoint: {newest}",
+                step=state.step,
             )
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:

@@ -1,20 +1,37 @@
-"""A curve with its verdicts: what they are about, and what of a run's curve was taken back."""
+"""Recorded curves judged again: the points of a CSV file or a run, their verdicts, what was taken back."""
 
+import csv
+import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.core.watchdog_memory import Memory
-from ds_pretrain.watchdog.curves import Point, recorded_point
-from ds_pretrain.watchdog.detector import judge
-from ds_pretrain.watchdog.verdict import Verdict
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.state import WatchdogState
+from ds_pretrain.watchdog.detector import Verdict, judge
 
-_MOST_MEMORIES = 512  # kept to go back to; each of some kB
-_NEAR = 200  # points: one that comes again within so many is told with the one before
+_EVERY = 1000  # points between two memories kept to go back to, each of some kB
+_MOST_PROBLEMS = 10
 _OF_THE_LOSS = ("blip", "spike", "lasting_spike")
 _DECISIONS = ("rollback", "needs_person")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recorded step, as the judgement wants it."""
+
+    step: int
+    loss: float  # nan if it was
+    loss_max_rank: float
+    grad_norm: float | None = None
+    has_norm: bool = True  # False: not recorded, rather than not finite
+    update_applied: bool | None = None  # not recorded in a CSV file
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,8 +42,6 @@ class Incident:
     at_step: int  # of that
     first_step: int
     last_step: int
-    last_index: int  # of its last point
-    times: int = 1  # that it began anew: after a roll_back the watchdog starts afresh
 
 
 @dataclass(frozen=True)
@@ -38,68 +53,108 @@ class TakenBack:
     found: tuple[Incident, ...]
 
 
+def read_csv(path: Path) -> list[Point]:
+    """Columns `step` and `loss`, and `grad_norm` if recorded; others are ignored, blank is not recorded.
+
+    Raises:
+        InputError: it is no such file, with the first lines that cannot be read.
+    """
+    points, problems = [], []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            if not {"step", "loss"} <= set(columns := reader.fieldnames or []):
+                problems.append(f"{path} has the columns {columns}; expected step, loss and maybe grad_norm")
+            for row in () if problems else reader:
+                try:
+                    points.append(_csv_point(row))
+                except ValueError as error:
+                    problems.append(f"{path}, line {reader.line_num}: {error}")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as CSV: {error}") from error
+    if not points and not problems:
+        problems = [f"{path} has no rows; expected one for each step"]
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more lines like these"]
+    if problems:
+        raise InputError(problems)
+    for before, after in pairwise(points):
+        if after.step <= before.step:
+            raise InputError(
+                f"{path}: step {after.step} stands behind step {before.step}; expected rising steps: "
+                "of steps taken again keep the last"
+            )
+    return points
+
+
+def _csv_point(row: Mapping[str, str | None]) -> Point:
+    step, loss = _number("step", row["step"]), _number("loss", row["loss"])
+    if not (math.isfinite(step) and step == int(step) and step >= 0):
+        raise ValueError(f"step is {row['step']!r}; expected a whole number")
+    norm = row.get("grad_norm")
+    has_norm = bool(norm and norm.strip())
+    return Point(int(step), loss, loss, _number("grad_norm", norm) if has_norm else None, has_norm)
+
+
+def _number(name: str, text: str | None) -> float:
+    try:
+        return float(text or "")
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; expected a number") from None
+
+
+def recorded_point(record: Mapping[str, Any]) -> Point | None:
+    """A step record of metrics.jsonl; None if its step or its loss is missing or is none."""
+    try:
+        norm = record["grad_norm"]
+        return Point(
+            step=int(record["step"]),
+            loss=float(record["loss"]),
+            loss_max_rank=float(record["loss_max_rank"]),
+            grad_norm=None if norm is None else float(norm),
+            update_applied=record["update_applied"],
+            phase=sys.intern(record["phase"]),  # one text for all of them
+        )
+    except (KeyError, ValueError, TypeError, OverflowError):
+        return None
+
+
 def replay(points: Iterable[Point], settings: WatchdogSection) -> list[Verdict]:
     """The verdict of each point; after a roll_back the watchdog starts afresh, as the curve goes on."""
-    memory, verdicts = Memory(), []
+    memory, verdicts = WatchdogState(), []
     for point in points:
         memory, verdict = judge(settings, memory, point, point.has_norm)
         verdicts.append(verdict)
     return verdicts
 
 
-def incidents(points: Sequence[Point], verdicts: Sequence[Verdict]) -> list[Incident]:
+def find_incidents(points: Sequence[Point], verdicts: Sequence[Verdict]) -> list[Incident]:
     """The verdicts that say something, those of one onset together."""
     found: list[Incident] = []
-    for index, (point, verdict) in enumerate(zip(points, verdicts, strict=True)):
+    for point, verdict in zip(points, verdicts, strict=True):
         if verdict.kind is None:
             continue
         last = found[-1] if found else None
-        if last is not None and _same(last.verdict, verdict):
-            found[-1] = replace(last, last_step=point.step, last_index=index)
+        if last is not None and _is_same(last.verdict, verdict):
+            found[-1] = replace(last, last_step=point.step)
             if verdict.roll_back or not last.verdict.roll_back:
                 found[-1] = replace(found[-1], verdict=verdict, at_step=point.step)
         else:
-            found.append(Incident(verdict, point.step, point.step, point.step, index))
+            found.append(Incident(verdict, point.step, point.step, point.step))
     return found
 
 
-def _same(one: Verdict, other: Verdict) -> bool:
+def _is_same(one: Verdict, other: Verdict) -> bool:
     if one.kind in _OF_THE_LOSS and other.kind in _OF_THE_LOSS:
         return one.onset == other.onset
     return one.kind == other.kind and (one.kind == "drift" or one.onset == other.onset)
-
-
-def folded(found: Sequence[Incident]) -> list[Incident]:
-    """The same trouble again and again, as a curve has it that stays sick, as one."""
-    shown: list[Incident] = []
-    for one in found:
-        last = shown[-1] if shown else None
-        is_again = (
-            last is not None
-            and (last.verdict.kind, last.verdict.action) == (one.verdict.kind, one.verdict.action)
-            and one.verdict.roll_back
-            and one.last_index - last.last_index <= _NEAR
-        )
-        if last is not None and is_again:
-            shown[-1] = replace(
-                last,
-                verdict=one.verdict,
-                at_step=one.at_step,
-                last_step=one.last_step,
-                last_index=one.last_index,
-                times=last.times + one.times,
-            )
-        else:
-            shown.append(one)
-    return shown
 
 
 class History:
     """The steps of a run that count so far, each judged when it was taken, and what was taken back.
 
     A step taken again supersedes all that was recorded at it and later: the memory is then that of the step
-    before, as that of the run was. Memories are kept for that at ever wider distances: what is held besides
-    the points and verdicts does not grow with the run.
+    before, as that of the run was.
     """
 
     def __init__(self, settings: WatchdogSection) -> None:
@@ -107,9 +162,8 @@ class History:
         self.verdicts: list[Verdict] = []
         self.taken_back: list[TakenBack] = []
         self.num_left_out = 0  # step records that hold no step
-        self._settings, self._memory = settings, Memory()
-        self._memories: list[tuple[int, Memory]] = []  # with the number of points before it
-        self._every = 64  # points between two of them
+        self._settings, self._memory = settings, WatchdogState()
+        self._memories: list[WatchdogState] = []  # before each point that is a multiple of _EVERY
         self._left: tuple[list[Point], list[Verdict]] = [], []  # the last that ceased to count
 
     def take(self, record: Mapping[str, Any]) -> None:
@@ -120,31 +174,28 @@ class History:
             point = recorded_point(record)
             if point is None:
                 self.num_left_out += 1
-            else:
-                self._judge(point)
+                return
+            if self.points and point.step <= self.points[-1].step:
+                self._go_back(point.step)
+            self._judge(point)
 
     def _judge(self, point: Point) -> None:
-        if self.points and point.step <= self.points[-1].step:
-            self._go_back(point.step)
-        index = len(self.points)
-        if index % self._every == 0 and (not self._memories or self._memories[-1][0] < index):
-            self._memories.append((index, self._memory))
-        if len(self._memories) > _MOST_MEMORIES:
-            self._memories, self._every = self._memories[::2], self._every * 2
+        if len(self.points) % _EVERY == 0:
+            self._memories.append(self._memory)
         self._memory, verdict = judge(self._settings, self._memory, point, point.has_norm)
         self.points.append(point)
         self.verdicts.append(verdict)
 
     def _go_back(self, step: int) -> None:
-        """To before `step`."""
+        """To before `step`: what stays since the last memory that was kept is judged again."""
         index = bisect_left(self.points, step, key=_step)
         self._left = self.points[index:], self.verdicts[index:]
-        del self.points[index:], self.verdicts[index:]
-        while self._memories and self._memories[-1][0] > index:
-            self._memories.pop()
-        start, self._memory = self._memories[-1] if self._memories else (0, Memory())
-        for point in self.points[start:]:
-            self._memory, _ = judge(self._settings, self._memory, point, point.has_norm)
+        kept = index // _EVERY
+        again = self.points[kept * _EVERY : index]
+        self._memory = self._memories[kept]
+        del self.points[kept * _EVERY :], self.verdicts[kept * _EVERY :], self._memories[kept:]
+        for point in again:
+            self._judge(point)
 
     def _note(self, record: Mapping[str, Any]) -> None:
         """A rollback, or a stop with what the next start goes on from: what came after that is taken back."""
@@ -155,7 +206,7 @@ class History:
         if not points or points[-1].step < step:  # a crash kept it from being told at once
             points, verdicts = self._left
         first, end = (bisect_right(points, at, key=_step) for at in (to_step, step))
-        found = incidents(points[first:end], verdicts[first:end])
+        found = find_incidents(points[first:end], verdicts[first:end])
         decision = {
             name: record.get(name) for name in ("event", "incident", "step", "to_step", "onset", "trouble")
         }

@@ -5,22 +5,15 @@ comes to the same verdict. A value is judged before it enters the statistics, an
 found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
 """
 
-from dataclasses import replace
-from math import isfinite, log
+from dataclasses import dataclass, replace
+from math import exp, isfinite, log
 from statistics import fmean
+from typing import Literal, Protocol
 
 from ds_pretrain.config.schema import WatchdogSection
+from ds_pretrain.core.state import Streak, Usual, WatchdogState
 from ds_pretrain.core.text import counted
-from ds_pretrain.core.watchdog_memory import Memory as Memory
-from ds_pretrain.core.watchdog_memory import Stretch
-from ds_pretrain.watchdog.norm import ONSET_REACH as ONSET_REACH
-from ds_pretrain.watchdog.norm import ONSET_SHARE, judge_norm, judge_same_norm
-from ds_pretrain.watchdog.norm import norm_limit as norm_limit
-from ds_pretrain.watchdog.stats import Usual, accept, num_last_above, num_recent, score
-from ds_pretrain.watchdog.verdict import OK as OK
-from ds_pretrain.watchdog.verdict import Action, Judged, StepLike, is_warm, longer
-from ds_pretrain.watchdog.verdict import Kind as Kind
-from ds_pretrain.watchdog.verdict import Verdict as Verdict
+from ds_pretrain.watchdog.stats import accept, num_last_above, num_recent, score
 
 LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
@@ -29,9 +22,64 @@ HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
 CALM_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
 MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
 GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
+NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
+SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
+HIGHEST_LOG = 700.0  # of a limit: e^700 is still a float
+ONSET_SHARE = 1 / 6  # of the threshold: trouble began where values without a gap exceed it
+ONSET_REACH = 5  # steps before the threshold was passed, at most
+
+Action = Literal["ok", "watch", "roll_back"]
+Kind = Literal[
+    "blip",  # the loss was high for one step, and is not any more
+    "spike",  # the loss is high, or was for several steps; may still heal
+    "lasting_spike",  # it was given `patience` and did not heal
+    "drift",  # the loss rises slowly
+    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
+    "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was dropped for it
+    "frozen_norm",  # the gradient norm is the same number again and again
+    "non_finite",  # loss or norm is no number, or negative
+    "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
+]
 
 
-def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm: bool = True) -> Judged:
+class StepLike(Protocol):
+    """What is judged of a step; StepRecord has it, and so has a point of a recorded curve."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def loss_max_rank(self) -> float: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def update_applied(self) -> bool | None: ...  # None: not known
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a step, and why."""
+
+    action: Action = "ok"
+    kind: Kind | None = None  # with "ok": what has just healed
+    onset: int | None = None  # the step where it began
+    message: str = ""  # for a person
+
+    @property
+    def roll_back(self) -> bool:
+        return self.action == "roll_back"
+
+
+OK = Verdict()
+Judged = tuple[WatchdogState, Verdict]
+
+
+def judge(
+    settings: WatchdogSection, memory: WatchdogState, record: StepLike, has_norm: bool = True
+) -> Judged:
     """Judge one step; the memory to judge the next one with, and the verdict.
 
     `has_norm` is False for a recorded curve that lacks the gradient norm: a missing one is else non-finite.
@@ -45,15 +93,15 @@ def judge(settings: WatchdogSection, memory: Memory, record: StepLike, has_norm:
     if record.phase == memory.phase:
         memory = replace(memory, step=record.step, non_finite=None)
     else:  # level shifts are expected here: what was usual is not any more
-        memory = Memory(step=record.step, phase=record.phase)
+        memory = WatchdogState(step=record.step, phase=record.phase)
     memory, guessing = _judge_guessing(settings, memory, record)
-    memory, frozen = judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
+    memory, frozen = _judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
     memory, loss = _judge_loss(settings, memory, record, stride)
     memory, drift = _judge_drift(settings, memory)
-    memory, norm = judge_norm(settings, memory, record, stride) if has_norm else (memory, OK)
+    memory, norm = _judge_norm(settings, memory, record, stride) if has_norm else (memory, OK)
     verdict = min((loss, drift, guessing, frozen, norm), key=_severity)  # the first of the gravest
     if verdict.roll_back:
-        memory = Memory(step=record.step, phase=record.phase)
+        memory = WatchdogState(step=record.step, phase=record.phase)
     elif has_norm and record.update_applied is False:  # that comes first, and what else was seen behind it
         messages = [norm.message] + [verdict.message] * (verdict is not norm)
         verdict = replace(norm, message="; ".join(messages))
@@ -69,9 +117,9 @@ def _is_finite(record: StepLike, has_norm: bool) -> bool:
     return all(value is not None and isfinite(value) and value >= 0 for value in values)
 
 
-def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
+def _judge_non_finite(settings: WatchdogSection, memory: WatchdogState, record: StepLike) -> Judged:
     """Such values enter no statistics. Told to roll back once a streak: more would say nothing new."""
-    streak = longer(memory.non_finite, record.step)
+    streak = _longer(memory.non_finite, record.step)
     memory = replace(memory, step=record.step, non_finite=streak)
     norm = "none" if record.grad_norm is None else f"{record.grad_norm:g}"
     message = (
@@ -84,21 +132,21 @@ def _judge_non_finite(settings: WatchdogSection, memory: Memory, record: StepLik
     return memory, Verdict(action, "non_finite", streak.onset, message)
 
 
-def _judge_guessing(settings: WatchdogSection, memory: Memory, record: StepLike) -> Judged:
+def _judge_guessing(settings: WatchdogSection, memory: WatchdogState, record: StepLike) -> Judged:
     if record.loss <= GUESSING:
         return (replace(memory, guessing=None) if memory.guessing else memory), OK
-    stretch = longer(memory.guessing, record.step)
-    memory = replace(memory, guessing=stretch)
-    if stretch.num_steps < settings.patience:
+    streak = _longer(memory.guessing, record.step)
+    memory = replace(memory, guessing=streak)
+    if streak.num_steps < settings.patience:
         return memory, OK  # a start from bad weights looks like this, and is over soon
     message = (
-        f"loss {record.loss:.4g} and above ln(1,000,000) = {GUESSING:.1f} since step {stretch.onset}: "
+        f"loss {record.loss:.4g} and above ln(1,000,000) = {GUESSING:.1f} since step {streak.onset}: "
         "worse than guessing from any vocabulary"
     )
-    return memory, Verdict("roll_back", "worse_than_guessing", stretch.onset, message)
+    return memory, Verdict("roll_back", "worse_than_guessing", streak.onset, message)
 
 
-def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, stride: int) -> Judged:
+def _judge_loss(settings: WatchdogSection, memory: WatchdogState, record: StepLike, stride: int) -> Judged:
     usual = memory.loss
     if not is_warm(settings, usual):
         return replace(memory, loss=accept(usual, record.loss, settings.window)), OK
@@ -108,7 +156,7 @@ def _judge_loss(settings: WatchdogSection, memory: Memory, record: StepLike, str
         return _calmer(settings, memory, memory.spike, record)
     if memory.spike is not None or sigmas > settings.loss_sigmas:
         num_before = num_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
-        spike = longer(memory.spike, record.step, num_before, stride)
+        spike = _longer(memory.spike, record.step, num_before, stride)
         before = _level_before_fall(settings, memory)
         highest = 0.0 if before is None else before + settings.loss_sigmas * max(usual.spread, floor)
         if spike.num_steps >= settings.patience and record.loss <= highest:
@@ -124,7 +172,7 @@ def _loss_floor(usual: Usual) -> float:
 
 
 def _spike_verdict(
-    settings: WatchdogSection, usual: Usual, record: StepLike, sigmas: float, spike: Stretch
+    settings: WatchdogSection, usual: Usual, record: StepLike, sigmas: float, spike: Streak
 ) -> Verdict:
     message = (
         f"loss {record.loss:.4g} (highest rank {record.loss_max_rank:.4g}) is {sigmas:.1f} spreads above "
@@ -136,7 +184,7 @@ def _spike_verdict(
     return Verdict("watch", "spike", spike.onset, message)
 
 
-def _calmer(settings: WatchdogSection, memory: Memory, spike: Stretch, record: StepLike) -> Judged:
+def _calmer(settings: WatchdogSection, memory: WatchdogState, spike: Streak, record: StepLike) -> Judged:
     """One usual loss in a spike may be luck; two in a row end it."""
     memory = replace(memory, loss=accept(memory.loss, record.loss, settings.window))
     if spike.num_calm + 1 < CALM_STEPS:
@@ -148,9 +196,9 @@ def _calmer(settings: WatchdogSection, memory: Memory, spike: Stretch, record: S
     return memory, Verdict("ok", "spike", spike.onset, message)
 
 
-def _judge_fall(settings: WatchdogSection, memory: Memory, record: StepLike, sigmas: float) -> Judged:
+def _judge_fall(settings: WatchdogSection, memory: WatchdogState, record: StepLike, sigmas: float) -> Judged:
     """A lower loss does no harm, but may mean that the data are not what they should be."""
-    fall = longer(memory.fall, record.step)
+    fall = _longer(memory.fall, record.step)
     message = (
         f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.centre:.4g}, since step "
         f"{fall.onset}: too easy or repeated data, or a change of rate?"
@@ -160,24 +208,24 @@ def _judge_fall(settings: WatchdogSection, memory: Memory, record: StepLike, sig
         return replace(memory, fall=fall), verdict
     # This is the new level.
     before = memory.loss.centre
-    return Memory(record.step, memory.phase, before_fall=before, fell_at=fall.onset), verdict
+    return WatchdogState(record.step, memory.phase, before_fall=before, fell_at=fall.onset), verdict
 
 
-def _level_before_fall(settings: WatchdogSection, memory: Memory) -> float | None:
+def _level_before_fall(settings: WatchdogSection, memory: WatchdogState) -> float | None:
     """The level from which the loss fell not long ago: if it returns there, no harm was done."""
     is_recent = memory.loss.num_accepted <= MOST_WINDOWS_FALLEN * settings.window
     return memory.before_fall if is_recent else None
 
 
-def _returned(memory: Memory, record: StepLike, spike: Stretch) -> Judged:
+def _returned(memory: WatchdogState, record: StepLike, spike: Streak) -> Judged:
     message = (
         f"loss {record.loss:.4g} is back at the {memory.before_fall:.4g} from which it fell at step "
         f"{memory.fell_at}: what was too easy is over"
     )
-    return Memory(step=record.step, phase=record.phase), Verdict("watch", "fall", spike.onset, message)
+    return WatchdogState(step=record.step, phase=record.phase), Verdict("watch", "fall", spike.onset, message)
 
 
-def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
+def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     """A rise of the mean of recent losses above the lowest level so far, in share and in spreads."""
     usual = memory.loss
     is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
@@ -203,9 +251,97 @@ def _judge_drift(settings: WatchdogSection, memory: Memory) -> Judged:
     return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
 
 
-def _slow_level(settings: WatchdogSection, memory: Memory) -> float:
+def _slow_level(settings: WatchdogSection, memory: WatchdogState) -> float:
     """A mean that forgets in a quarter of a window: its lowest is not that of noise."""
     usual = memory.loss
     if memory.slow_level is None:
         return usual.centre
     return memory.slow_level + (usual.recent[-1] - memory.slow_level) * min(1.0, 4 / settings.window)
+
+
+def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> float | None:
+    """The gradient norm above which the update to come, in `phase`, is dropped; None: none is.
+
+    It is where `stats.score` is `drop_sigmas`. None also while too little is known (a start, a new phase),
+    and once the norm was high for half of `patience`: then its level has changed and training must go on. The
+    other half is left for a spike of the loss to heal in, which it cannot while the weights stand still.
+    """
+    usual, rise = memory.norm, memory.norm_rise
+    if settings.drop_sigmas is None or settings.mode != "act" or phase != memory.phase:
+        return None
+    if not is_warm(settings, usual) or (rise is not None and 2 * rise.num_steps >= settings.patience):
+        return None
+    above = settings.drop_sigmas * max(usual.spread, NORM_FLOOR)
+    return exp(min(usual.centre + max(usual.lag + above, above / 2), HIGHEST_LOG))
+
+
+def _judge_same_norm(settings: WatchdogSection, memory: WatchdogState, norm: float | None) -> Judged:
+    """The same norm of different batches, to the last bit, is not a norm of their gradients."""
+    if norm is None and memory.last_norm is None:
+        return memory, OK
+    if norm is None or norm != memory.last_norm:
+        return replace(memory, last_norm=norm, same_norm=None), OK
+    streak = _longer(memory.same_norm, memory.step)
+    memory = replace(memory, same_norm=streak)
+    if 2 * streak.num_steps < settings.patience:
+        return memory, OK
+    more = counted(streak.num_steps, "more step")
+    message = f"the gradient norm is {norm:g} at {more} since step {streak.onset}"
+    action: Action = "roll_back" if streak.num_steps >= settings.patience else "watch"
+    return memory, Verdict(action, "frozen_norm", streak.onset, message)
+
+
+def _judge_norm(settings: WatchdogSection, memory: WatchdogState, record: StepLike, stride: int) -> Judged:
+    """A high norm alone is watched, never rolled back: many bursts leave no trace in the loss."""
+    usual, norm = memory.norm, record.grad_norm
+    if norm is None:
+        return memory, OK
+    value = log(max(norm, SMALLEST_NORM))
+    if record.update_applied is False:
+        return _judge_dropped(settings, memory, norm, value, stride)
+    if memory.spike is not None or memory.fall is not None:
+        return memory, OK
+    if not is_warm(settings, usual) or (sigmas := score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas:
+        return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
+    memory, rise = _risen(settings, memory, stride)
+    message = (
+        f"gradient norm {norm:.4g} is {sigmas:.1f} spreads above the usual, since step {rise.onset}; "
+        "the loss has not moved"
+    )
+    return memory, Verdict("watch", "norm_rise", rise.onset, message)
+
+
+def _judge_dropped(
+    settings: WatchdogSection, memory: WatchdogState, norm: float, value: float, stride: int
+) -> Judged:
+    """The weights are clean, and the norm enters no statistics, whatever it was. Also in an open spike."""
+    message = f"update dropped for its gradient norm of {norm:.4g}"
+    if is_warm(settings, memory.norm):
+        sigmas = score(memory.norm, value, NORM_FLOOR)
+        message += f", {sigmas:.1f} spreads above the usual {exp(memory.norm.centre):.4g}"
+    memory, rise = _risen(settings, memory, stride)
+    limit = "" if settings.drop_sigmas is None else f" (watchdog.drop_sigmas = {settings.drop_sigmas:g})"
+    message += f"{limit}; high since step {rise.onset}; weights and moments are as they were"
+    return memory, Verdict("watch", "norm_rise", rise.onset, message)
+
+
+def _risen(settings: WatchdogSection, memory: WatchdogState, stride: int) -> tuple[WatchdogState, Streak]:
+    """One more step with a high norm; after a window of them that is the new level, to be learned anew."""
+    above = settings.norm_sigmas * ONSET_SHARE
+    num_before = num_last_above(memory.norm, above, NORM_FLOOR, ONSET_REACH)
+    rise = _longer(memory.norm_rise, memory.step, num_before, stride)
+    if rise.num_steps < settings.window:
+        return replace(memory, norm_rise=rise), rise
+    return replace(memory, norm_rise=None, norm=Usual()), rise
+
+
+def is_warm(settings: WatchdogSection, usual: Usual) -> bool:
+    """Whether enough is known to judge by: a quarter of the window."""
+    return len(usual.residuals) >= max(1, settings.window // 4)
+
+
+def _longer(streak: Streak | None, step: int, num_before: int = 0, stride: int = 1) -> Streak:
+    """The streak with one more step, or a new one that began `num_before` steps earlier."""
+    if streak is None:
+        return Streak(step - num_before * stride, num_before + 1)
+    return replace(streak, num_steps=streak.num_steps + streak.num_calm + 1, num_calm=0)

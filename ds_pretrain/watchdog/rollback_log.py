@@ -7,18 +7,16 @@ that the next start goes on from.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import write_atomic, write_point
+from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.watchdog.policy import is_abandoned
 
 CURE = "cure.json"
-Made = TypeVar("Made", Rollback, Skip)
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,12 @@ class Cure:
     """What a start has to know of the rollbacks before it."""
 
     rollbacks: tuple[Rollback, ...] = ()
-    ledger: SkipLedger = field(default_factory=SkipLedger)
+    skips: tuple[Skip, ...] = ()
     untold: str | None = None  # why a person is needed, if the run died before its exit code said so
+
+    @property
+    def ledger(self) -> SkipLedger:
+        return SkipLedger(self.skips)
 
     def abandons(self, state: RunState, heeds_stop: bool = True) -> bool:
         """True if a checkpoint's state lies on a branch that was left (see `is_abandoned`)."""
@@ -48,25 +50,14 @@ def read_cure(out: Path) -> Cure:
     """
     path = out / CURE
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        skips = tuple(_made(Skip, one) for one in data["skips"])
-        rollbacks = tuple(_made(Rollback, one) for one in data["rollbacks"])
-        untold = data.get("untold")
-        return Cure(rollbacks, SkipLedger(skips), None if untold is None else str(untold))
+        return read_as(Cure, path.read_bytes())
     except FileNotFoundError:
         return Cure()
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{path} cannot be read ({error}): it says which data the watchdog skipped; put an intact copy "
             "back, or move it away to go on as the newest checkpoint knows it"
         ) from error
-
-
-def _made(kind: type[Made], data: Mapping[str, Any]) -> Made:
-    for one in fields(kind):
-        if type(data[one.name]) is not one.type:
-            raise TypeError(f"{one.name} = {data[one.name]!r}")
-    return kind(**data)
 
 
 def write_cure(out: Path, state: RunState, untold: str | None = None) -> None:
@@ -74,14 +65,9 @@ def write_cure(out: Path, state: RunState, untold: str | None = None) -> None:
 
     With `untold`, the diagnosis of a stop, the next start ends with it at once unless `note_told` came first.
     """
-    cure: dict[str, Any] = {
-        "rollbacks": [vars(r) for r in state.rollbacks],
-        "skips": [vars(s) for s in state.ledger.skips],
-    }
-    if untold is not None:
-        cure["untold"] = untold
+    cure = Cure(state.rollbacks, state.ledger.skips, untold)
     write_point("cure")
-    write_atomic(out / CURE, json.dumps(cure, indent=1) + "\n")
+    write_atomic(out / CURE, json.dumps(asdict(cure), indent=1) + "\n")
     write_point("cured")
 
 

@@ -6,30 +6,12 @@ from that centre, one step ahead, is a series of its own, with a median (the lag
 may be wild without moving either much.
 """
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from statistics import median
+
+from ds_pretrain.core.state import Usual
 
 _MAD_TO_SIGMA = 1.4826
-
-
-@dataclass(frozen=True)
-class Usual:
-    """The accepted values of one series, as far as they are remembered."""
-
-    recent: tuple[float, ...] = ()  # the last accepted values, oldest first
-    residuals: tuple[float, ...] = ()  # how far each accepted value lay from the centre before it
-    num_accepted: int = 0
-    lag: float = 0.0  # median of the residuals
-    spread: float = 0.0  # 1.4826 times their median absolute deviation from it
-
-    @property
-    def centre(self) -> float:
-        """The median of the recent values. There must be one."""
-        return median(sorted(self.recent))
-
-    def level(self, num_last: int) -> float:
-        """The median of the last `num_last` accepted values."""
-        return median(sorted(self.recent[-num_last:]))
 
 
 def score(usual: Usual, value: float, floor: float) -> float:
@@ -62,13 +44,8 @@ def num_recent(window: int) -> int:
 
 def lag_and_spread(residuals: tuple[float, ...]) -> tuple[float, float]:
     """Median, and 1.4826 times the median absolute deviation from it."""
-    ordered = sorted(residuals)
-    middle = median(ordered)
-    # Two ascending runs (the deviations below, turned round, and those above): sorting them is one merge.
-    split = bisect_left(ordered, middle)
-    below = [middle - value for value in reversed(ordered[:split])]
-    deviations = sorted(below + [value - middle for value in ordered[split:]])
-    return middle, _MAD_TO_SIGMA * median(deviations)
+    middle = median(residuals)
+    return middle, _MAD_TO_SIGMA * median([abs(value - middle) for value in residuals])
 
 
 def num_last_above(usual: Usual, sigmas: float, floor: float, most: int) -> int:
@@ -80,9 +57,3 @@ def num_last_above(usual: Usual, sigmas: float, floor: float, most: int) -> int:
             break
         num += 1
     return num
-
-
-def median(ordered: list[float]) -> float:
-    """Of ascending values."""
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])

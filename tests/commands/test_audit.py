@@ -19,10 +19,10 @@ from ds_pretrain.commands.audit_history import changed_words, open_audited, read
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.jsonl import latest_attempt, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import read_record, write_record
@@ -556,8 +556,8 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
             {"stop": 10**30},
             "cure.json: skip 1 ends with draw 1,000,000,000,000,000,000,000,000,000,000; expected",
         ),
-        ({"stop": 901.5}, "cure.json cannot be read (stop = 901.5)"),
-        ({"phase": None}, "cure.json cannot be read (phase = None)"),
+        ({"stop": 901.5}, "cure.json cannot be read (`skips.0.stop`: Input should be a valid integer"),
+        ({"phase": None}, "cure.json cannot be read (`skips.0.phase`: Input should be a valid string"),
     ],
 )
 def test_a_skip_that_cannot_be_of_the_run_is_said(
@@ -613,10 +613,16 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
     [
         (
             {"identity": None},
-            "run.json cannot be read (`identity`: Input should be an object); put an intact",
+            "run.json cannot be read (`identity`: Input should be an object, found null); put intact",
         ),
-        ({"overrides": [1]}, "run.json cannot be read (`overrides.0`: Input should be a valid string); put"),
-        ({"num_inherited": -1}, "(`num_inherited`: Input should be greater than or equal to 0); put an"),
+        (
+            {"overrides": [1]},
+            "run.json cannot be read (`overrides.0`: Input should be a valid string, found 1",
+        ),
+        (
+            {"num_inherited": -1},
+            "(`num_inherited`: Input should be greater than or equal to 0, found -1); put an",
+        ),
         ({"version": 2}, "run.json cannot be read (it is no record of version 1); put an intact copy back"),
     ],
 )

@@ -12,8 +12,7 @@ from ds_pretrain.config.schedule import Wsd, rule_factor
 from ds_pretrain.config.schema import BatchSection
 from ds_pretrain.config.timeline import Segment, Stage, make_timeline, parse_duration
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.monitor.rate_plot import rate_lines, rate_summary
-from ds_pretrain.training.preflight import find_problems, open_inputs
+from ds_pretrain.training.preflight import find_problems, open_inputs, rate_lines, rate_summary
 from tests.scenario import deepspeed_json, make_run, write_corpus
 
 PHASES = """
@@ -341,8 +340,8 @@ def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ('decay = "25%"', 'decay = "long"'), start="300 steps", steps=400)
     lines = rate_lines(plan)
     assert lines[0].startswith("     0.01 ")
-    assert lines[0].count("*") > 40
-    assert lines[-2].startswith("        0 *")
+    assert lines[0].count("-") > 40
+    assert lines[-2].startswith("        0 -")
     assert lines[-1].index("|long") > lines[-1].index("|main") + 50
     assert rate_lines(load_plan(make_run(tmp_path / "one")))[-1].strip() == "|main-------"
 

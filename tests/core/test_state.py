@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.core.watchdog_memory import Memory
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, WatchdogState
 
 
 def skip(start: int, stop: int, phase: str = "main") -> Skip:
@@ -43,15 +42,9 @@ def test_a_finished_step_moves_the_step_and_the_count_of_healthy_ones() -> None:
 
 
 def test_rollbacks_and_what_the_watchdog_remembers_come_back_from_json() -> None:
-    memory = Memory(step=7, phase="main", lowest_level=0.1 + 0.2)
+    memory = WatchdogState(step=7, phase="main", lowest_level=0.1 + 0.2)
     state = RunState(8, SkipLedger(), 1, 3, memory, (Rollback(4, 7, 6, "spike", "replay", 2),))
     assert RunState.from_json(state.to_json()) == state
-
-
-def test_a_state_of_before_there_was_a_watchdog_is_read() -> None:
-    data = json.loads(RunState(step=3).to_json())
-    old = {key: data[key] for key in ("version", "step", "skips")}
-    assert RunState.from_json(json.dumps(old)) == RunState(step=3)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(5, 5), (6, 5), (-1, 5)])

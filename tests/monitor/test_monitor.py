@@ -10,10 +10,10 @@ import pytest
 
 from ds_pretrain.config.timeline import Stage, Timeline, make_timeline, parse_duration
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.monitor.monitor import METRICS, Monitor
+from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.peak import peak_flops
-from ds_pretrain.monitor.sinks import read_metrics
 from tests.timelines import single_phase
 
 RECORD = StepRecord(
@@ -174,11 +174,27 @@ def test_what_cannot_be_known_is_none(tmp_path: Path) -> None:
     assert [line[k] for k in ("tokens_per_second", "mfu", "goodput")] == [None, None, None]
 
 
+def test_a_report_is_a_line_and_an_event_of_the_same_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_monitor(tmp_path) as monitor:
+        monitor.report("warning", "look", step=1200)
+        monitor.report("outcome", "healed", step=1200, incident=3)
+        monitor.report("warning", "odd")
+    lines = ["ds_pretrain: step 1,200: look", "ds_pretrain: incident 3: healed", "ds_pretrain: odd"]
+    assert capsys.readouterr().err.splitlines() == lines
+    assert [(r["event"], r["message"]) for r in metrics(tmp_path)] == [
+        ("warning", "look"),
+        ("outcome", "healed"),
+        ("warning", "odd"),
+    ]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_monitor(tmp_path, world=World(rank=1, size=2)) as monitor:
         monitor.step(at(1))
         monitor.validation(1, {"web": 2.5})
-        monitor.event("stop")
+        monitor.report("warning", "look")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 

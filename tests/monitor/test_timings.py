@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_pretrain.core.jsonl import METRICS, JsonLines
 from ds_pretrain.monitor import timings
-from ds_pretrain.monitor.monitor import METRICS
-from ds_pretrain.monitor.sinks import JsonLines
 from ds_pretrain.monitor.timings import Timings, read_timings
 
 

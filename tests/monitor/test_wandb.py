@@ -14,12 +14,12 @@ import pytest
 
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.distributed import World
-from ds_pretrain.monitor.wandb import Patience, Wandb, WandbRun, opener, points
+from ds_pretrain.monitor.wandb import Wandb, WandbRun, opener, points
 from tests.monitor.wandb_files import offline_runs
 from tests.ranks import run_ranks
 from tests.timelines import single_phase
 
-QUICK = Patience(first_pause=0.01, longest_pause=0.05, stalled=0.05, finish=0.3, queue=5, tries=3)
+QUICK: dict[str, Any] = {"stalled_seconds": 0.05, "finish_seconds": 0.3, "most_waiting": 5}
 RUN = WandbRun(id="run-id-1", project="tests", name="small", mode="offline")
 
 
@@ -105,7 +105,7 @@ def test_nested_values_and_the_rest_of_long_texts_stay_in_the_file() -> None:
 
 def test_a_healthy_client_gets_everything_in_order_and_is_finished_once() -> None:
     client = FakeClient()
-    sink = Wandb(lambda: client, patience=QUICK)
+    sink = Wandb(lambda: client, **QUICK)
     for step in range(1, 4):
         sink.write(record(step))
     sink.close()
@@ -116,34 +116,11 @@ def test_a_healthy_client_gets_everything_in_order_and_is_finished_once() -> Non
 
 def test_p51_a_rollback_loses_no_point_although_the_client_wants_rising_steps() -> None:
     client = FakeClient(step=70)  # an online run that is resumed stands where the server left it
-    sink = Wandb(lambda: client, first_index=20, patience=Patience(queue=100))
+    sink = Wandb(lambda: client, first_index=20)
     for step in [1, 2, 3, 4, 2, 3]:
         sink.write(record(step))
     sink.close()
     assert steps(client) == [1, 2, 3, 4, 2, 3]
-
-
-def test_p53_a_client_that_cannot_start_is_tried_again_and_then_gets_what_waited(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    client, tries = FakeClient(), []
-
-    def open_client() -> FakeClient:
-        tries.append(1)
-        if len(tries) < 4:
-            raise ConnectionError("no route to host")
-        return client
-
-    sink = Wandb(open_client, patience=QUICK)
-    sink.write(record(1))
-    until(lambda: client.logged)
-    sink.close()
-    assert steps(client) == [1]
-    assert capsys.readouterr().err.splitlines() == [
-        "monitoring degraded: W&B: ConnectionError: no route to host; training goes on; "
-        "metrics.jsonl has everything",
-        "monitoring recovered: W&B takes records again; 0 were lost to it",
-    ]
 
 
 def test_p53_a_client_that_never_starts_costs_its_records_and_nothing_else(
@@ -152,53 +129,34 @@ def test_p53_a_client_that_never_starts_costs_its_records_and_nothing_else(
     def open_client() -> FakeClient:
         raise OSError("unreachable")
 
-    sink = Wandb(open_client, patience=QUICK)
+    sink = Wandb(open_client, **QUICK)
     for step in range(12):
         sink.write(record(step))
     sink.close()
-    assert sink.num_lost == 7
     assert capsys.readouterr().err.splitlines() == [
         "monitoring degraded: W&B: OSError: unreachable; training goes on; metrics.jsonl has everything",
         "W&B did not get 12 records; metrics.jsonl has everything",
     ]
 
 
-def test_p53_a_client_that_raises_at_step_3_is_opened_again_and_gets_step_3() -> None:
-    clients: list[FakeClient] = []
-
-    def fail_once(data: dict[str, Any]) -> None:
-        if data["train/step"] == 3 and len(clients) == 1:
-            raise BrokenPipeError("the client died")
-
-    def open_client() -> FakeClient:
-        clients.append(FakeClient(fail_once))
-        return clients[-1]
-
-    sink = Wandb(open_client, patience=QUICK)
-    for step in range(1, 6):
-        sink.write(record(step))
-    until(lambda: len(clients) == 2 and len(clients[1].logged) == 3)
-    sink.close()
-    assert [steps(client) for client in clients] == [[1, 2], [3, 4, 5]]
-    assert [client.finished for client in clients] == [1, 1]
-    assert sink.num_lost == 0
-
-
-def test_p53_a_record_that_the_client_never_takes_is_given_up_so_that_the_others_arrive() -> None:
-    taken: list[int] = []
-
+def test_p53_a_client_that_raises_at_step_3_costs_that_record_and_one_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def refuse_3(data: dict[str, Any]) -> None:
         if data["train/step"] == 3:
-            raise TypeError("cannot be sent")
-        taken.append(data["train/step"])
+            raise BrokenPipeError("the client died")
 
-    sink = Wandb(lambda: FakeClient(refuse_3), patience=QUICK)
+    client = FakeClient(refuse_3)
+    sink = Wandb(lambda: client)
     for step in range(1, 6):
         sink.write(record(step))
-    until(lambda: len(taken) == 4)
     sink.close()
-    assert taken == [1, 2, 4, 5]
-    assert sink.num_lost == 1
+    assert (steps(client), client.finished, sink.num_lost) == ([1, 2, 4, 5], 1, 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "monitoring degraded: W&B: BrokenPipeError: the client died; training goes on; "
+        "metrics.jsonl has everything",
+        "W&B did not get 1 record; metrics.jsonl has everything",
+    ]
 
 
 def test_p53_a_call_that_never_returns_delays_neither_steps_nor_the_end(
@@ -210,7 +168,7 @@ def test_p53_a_call_that_never_returns_delays_neither_steps_nor_the_end(
         inside.set()
         forever.wait()
 
-    sink = Wandb(lambda: FakeClient(hang), patience=QUICK)
+    sink = Wandb(lambda: FakeClient(hang), **QUICK)
     sink.write(record(1))
     assert inside.wait(20)
 
@@ -281,11 +239,10 @@ def _lose_the_service(world: World, out: str, how: int) -> tuple[list[str], floa
     import io
 
     said = io.StringIO()
-    patience = Patience(first_pause=0.05, longest_pause=0.1, finish=3.0)
     with contextlib.redirect_stderr(said):
-        sink = Wandb(opener(RUN, Path(out), {}, 2.0), patience=patience)
+        sink = Wandb(opener(RUN, Path(out), {}), finish_seconds=3.0)
         sink.write(record(1))
-        until(lambda: not sink._records)
+        until(lambda: sink._waiting.empty() and sink._busy_since is None)
         listing = subprocess.run(
             ["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True, check=True
         )
@@ -294,7 +251,6 @@ def _lose_the_service(world: World, out: str, how: int) -> tuple[list[str], floa
         os.kill(services[0], how)
         if how == signal.SIGKILL:
             until(lambda: sink.write(record(2)) or sink.degraded)
-            until(lambda: sink.degraded is None)
         else:
             sink.write(record(2))
         started = time.monotonic()
@@ -305,13 +261,11 @@ def _lose_the_service(world: World, out: str, how: int) -> tuple[list[str], floa
     return said.getvalue().splitlines(), seconds
 
 
-def test_p53_a_killed_client_process_is_replaced_under_the_same_run_id(tmp_path: Path) -> None:
-    ((said, _),) = run_ranks(_lose_the_service, 1, str(tmp_path), signal.SIGKILL)
+@pytest.mark.slow
+def test_p53_a_killed_client_process_costs_its_records_and_not_the_run(tmp_path: Path) -> None:
+    ((said, seconds),) = run_ranks(_lose_the_service, 1, str(tmp_path), signal.SIGKILL)
     assert said[0].startswith("monitoring degraded: W&B: ")
-    assert said[1].startswith("monitoring recovered: W&B takes records again")
-    runs = offline_runs(tmp_path)
-    assert {run.id for run in runs} <= {"run-id-1", ""}  # "": the killed one had written nothing yet
-    assert runs[-1].history[-1]["train/step"] == 2
+    assert seconds < 20
 
 
 def test_p53_a_frozen_client_process_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:

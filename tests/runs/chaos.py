@@ -17,7 +17,7 @@ from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint.manifest import PARTIAL, published, step_of
 from ds_pretrain.checkpoint.restore import broken_reason
 from ds_pretrain.core.distributed import World
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import read_metrics
 from tests.runs.elastic import tool_in_this_process
 from tests.runs.golden import run_rank
 

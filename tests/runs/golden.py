@@ -12,11 +12,11 @@ from ds_pretrain import train as train_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import Preempted
+from ds_pretrain.core.jsonl import latest_attempt, read_metrics
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.monitor.sinks import latest_attempt, read_metrics
 from ds_pretrain.training import setup as opening
 from ds_pretrain.training.resume import Wish
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.commands.cli import main
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import read_metrics
 from tests.ranks import run_ranks
 from tests.runs.sick import Fault, make_sick_run, run_sick
 

@@ -16,12 +16,12 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.tokenizer import load_tokenizer
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.models.param_groups import owned_parameters
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_run_engine

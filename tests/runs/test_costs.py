@@ -13,8 +13,8 @@ from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_FINISHED
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.training.setup import open_run_engine
 from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_manifest import MANIFEST

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import read_metrics
 from tests.ranks import run_ranks
 from tests.runs.starts import start
 from tests.scenario import make_run

@@ -8,8 +8,8 @@ import pytest
 
 from ds_pretrain import train as train_module
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.monitor.sinks import read_metrics
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.sick import WATCHDOG, make_sick_run

@@ -13,7 +13,7 @@ import pytest
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_FINISHED
 from ds_pretrain.core.files import free_bytes
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.training.saver import Saver
 from tests.ranks import run_ranks
 from tests.runs.chaos import at_write_points, look

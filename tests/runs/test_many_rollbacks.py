@@ -9,7 +9,6 @@ import pytest
 
 from ds_pretrain.core.distributed import World
 from ds_pretrain.data.loader import Feed
-from ds_pretrain.monitor.logbook import Logbook
 from ds_pretrain.training import rollback as healing
 from ds_pretrain.watchdog.replay import Replay
 from tests.ranks import run_ranks
@@ -29,14 +28,12 @@ rollbacks = 20
 """
 OVERRIDES = ('validation.every="1000 steps"',)
 GROWTH_BYTES = 4 * 2**20
-# What a rollback may add: itself to the state, an entry to the logbook's page, and to this test's own list of
-# states one, with its memory of the watchdog.
+# What a rollback may add: itself to the state, and to this test's own list of states one, with its memory of
+# the watchdog.
 A_ROLLBACK_EACH = {
     "Rollback": 1,
-    "Entry": 1,
-    "entries of the logbook": 1,
     "RunState": 1,
-    "Memory": 1,
+    "WatchdogState": 1,
     "Usual": 2,
 }
 
@@ -51,8 +48,6 @@ def held() -> Counter[str]:
             held["steps of replays"] += len(one.first)
         elif isinstance(one, Feed):
             held["batches ahead"] += len(one._ahead)
-        elif isinstance(one, Logbook):
-            held["entries of the logbook"] += len(one._told.entries)
     return held
 
 
@@ -97,7 +92,7 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
             {kind: alive[9][kind] - alive[2][kind] - 7 * A_ROLLBACK_EACH.get(kind, 0) for kind in alive[9]}
         )
         assert {kind: more for kind, more in grown.items() if more >= 7} == {}  # one a rollback would be 7
-        assert all(grown[kind] <= 3 for kind in ("steps of replays", "Seen", "batches ahead", "Entry"))
+        assert all(grown[kind] <= 3 for kind in ("steps of replays", "Seen", "batches ahead"))
         third, last = sick[rank].usage[2], sick[rank].usage[-1]
         assert last.num_threads <= third.num_threads
         assert last.num_files <= third.num_files

@@ -15,7 +15,7 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
-from ds_pretrain.monitor.sinks import read_metrics
+from ds_pretrain.core.jsonl import read_metrics
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace

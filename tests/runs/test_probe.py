@@ -11,8 +11,8 @@ from torch import Tensor
 from ds_pretrain.checkpoint.manifest import parse_manifest, published
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.monitor.sinks import read_metrics
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank
 from tests.runs.starts import Ended, Stop, start

@@ -8,10 +8,10 @@ import pytest
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_PERSON
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState, Skip
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace

@@ -11,9 +11,9 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import Preempted
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.stop import StopSignal
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.train import Wish, train
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace

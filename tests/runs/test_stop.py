@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.run_files import read_exit, stop_file
-from ds_pretrain.monitor.sinks import read_metrics
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Stop, start

@@ -21,11 +21,11 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError, Preempted
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import partitions
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.training.resume import Wish
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run

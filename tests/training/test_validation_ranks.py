@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
+from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.data.validation_set import validation_batches
 from ds_pretrain.models.loss import cross_entropy_and_z
-from ds_pretrain.monitor.sinks import read_metrics
 from ds_pretrain.training import validation as evaluation_module
 from ds_pretrain.training.setup import open_run_engine, prepare_inputs, validation_sets
 from ds_pretrain.training.validation import evaluate

@@ -5,16 +5,17 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from ds_pretrain.commands.watchdog import Point
 from ds_pretrain.config.schema import WatchdogSection
+from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.core.watchdog_memory import Memory
+from ds_pretrain.core.state import Usual, WatchdogState
+from ds_pretrain.watchdog.backtest import Point
 from ds_pretrain.watchdog.detector import GUESSING, OK, Verdict, judge, norm_limit
-from ds_pretrain.watchdog.stats import Usual, num_recent, score
+from ds_pretrain.watchdog.stats import num_recent, score
 
 DEFAULTS = WatchdogSection()
 LEVEL, SPREAD, NORM = 3.0, 0.04, 0.3
@@ -48,9 +49,9 @@ def broken(points: Sequence[Point], loss: float = math.nan, norm: float | None =
 
 
 def judged(
-    points: Sequence[Point], settings: WatchdogSection = DEFAULTS, memory: Memory | None = None
-) -> tuple[list[Verdict], Memory]:
-    memory, verdicts = memory or Memory(), []
+    points: Sequence[Point], settings: WatchdogSection = DEFAULTS, memory: WatchdogState | None = None
+) -> tuple[list[Verdict], WatchdogState]:
+    memory, verdicts = memory or WatchdogState(), []
     for point in points:
         memory, verdict = judge(settings, memory, point, point.has_norm)
         verdicts.append(verdict)
@@ -349,7 +350,7 @@ def test_mode_off_judges_nothing() -> None:
     off = WatchdogSection(mode="off")
     verdicts, memory = judged([*BEFORE, *broken(after(BEFORE, 60))], off)
     assert set(verdicts) == {OK}
-    assert memory == Memory()
+    assert memory == WatchdogState()
 
 
 @pytest.mark.parametrize(
@@ -389,10 +390,10 @@ def wild(points: Sequence[Point], norm: float = 50.0) -> list[Point]:
 
 
 def trained(
-    points: Sequence[Point], settings: WatchdogSection = DROPPING, memory: Memory | None = None
-) -> tuple[list[bool], list[Verdict], Memory]:
+    points: Sequence[Point], settings: WatchdogSection = DROPPING, memory: WatchdogState | None = None
+) -> tuple[list[bool], list[Verdict], WatchdogState]:
     """As in a run: what is above the limit is not applied. Whether each was, its verdict, and the memory."""
-    memory, applied, verdicts = memory or Memory(), [], []
+    memory, applied, verdicts = memory or WatchdogState(), [], []
     for point in points:
         limit = norm_limit(settings, memory, point.phase)
         applied.append(limit is None or point.grad_norm is None or point.grad_norm <= limit)
@@ -477,7 +478,7 @@ def test_a_dropped_update_is_said_before_what_else_was_seen_of_it() -> None:
 
 
 def test_an_update_that_was_dropped_before_anything_is_known_is_said_too() -> None:
-    memory, verdict = judge(DEFAULTS, Memory(), replace(healthy(1)[0], update_applied=False))
+    memory, verdict = judge(DEFAULTS, WatchdogState(), replace(healthy(1)[0], update_applied=False))
     assert (verdict.action, verdict.kind) == ("watch", "norm_rise")
     assert re.fullmatch(
         r"update dropped for its gradient norm of 0\.\d+; high since step 1; weights .* were", verdict.message
@@ -543,13 +544,13 @@ def test_memory_that_goes_through_text_at_every_step_judges_the_same() -> None:
     points = eventful()
     straight, _ = judged(points)
     assert len({v.kind for v in straight}) >= 7
-    memory = Memory()
+    memory = WatchdogState()
     for point, expected in zip(points, straight, strict=True):
         memory, verdict = judge(DEFAULTS, memory, point)
         assert verdict == expected
-        text = json.dumps(memory.to_json(), allow_nan=False)
-        assert Memory.from_json(json.loads(text)) == memory
-        memory = Memory.from_json(json.loads(text))
+        text = json.dumps(asdict(memory), allow_nan=False)
+        assert read_as(WatchdogState, text) == memory
+        memory = read_as(WatchdogState, text)
 
 
 def test_memory_is_bounded() -> None:
@@ -583,7 +584,7 @@ def test_what_is_rejected_enters_no_statistics() -> None:
 def test_whoever_goes_on_after_a_roll_back_starts_afresh() -> None:
     points = [*BEFORE, *raised(after(BEFORE, DEFAULTS.patience), 0.5)]
     _, memory = judged(points)
-    assert memory == Memory(step=points[-1].step, phase="main")
+    assert memory == WatchdogState(step=points[-1].step, phase="main")
 
 
 def test_a_step_record_can_be_judged() -> None:
@@ -592,7 +593,7 @@ def test_a_step_record_can_be_judged() -> None:
         | {"step": 1, "phase": "main", "loss": 3.0, "loss_max_rank": 3.1, "grad_norm": None}
         | {"update_applied": False}
     )
-    _, verdict = judge(DEFAULTS, Memory(), record)
+    _, verdict = judge(DEFAULTS, WatchdogState(), record)
     assert verdict.kind == "non_finite"
 
 

@@ -311,5 +311,5 @@ def test_a_cure_of_an_older_start_never_shortens_the_ledger_of_a_checkpoint() ->
     first, second = (Rollback(4, 9, 7, "spike", "skip", 1), Rollback(10, 19, 17, "spike", "skip", 1))
     ledgers = SkipLedger((_skip(40, 80),)), SkipLedger((_skip(40, 80), _skip(120, 160)))
     newer = RunState(24, ledgers[1], rollbacks=(first, second))
-    assert Cure((first,), ledgers[0]).applied(newer) == newer
-    assert not Cure((first,), ledgers[0]).abandons(newer)
+    assert Cure((first,), ledgers[0].skips).applied(newer) == newer
+    assert not Cure((first,), ledgers[0].skips).abandons(newer)
