@@ -613,7 +613,7 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
     [
         (
             {"identity": None},
-            "run.json cannot be read (`identity`: Input should be an object, found null); put intact",
+            "run.json cannot be read (`identity`: Input should be an object, found null); put an",
         ),
         (
             {"overrides": [1]},
