@@ -17,6 +17,7 @@ from ds_pretrain.config.schema import PhaseSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem
 from ds_pretrain.core.text import changed_fields, parse_json, read_text, shown
+from ds_pretrain.data.quotas import block_quotas
 from ds_pretrain.training.record import (
     RECORD,
     KnownRun,
@@ -141,7 +142,16 @@ def past_changes(
             "batch": _only(identity["batch"], batch),
         }
 
-    return changed_fields(past(old), past(new))
+    alike = tuple(f"phases.{name}.mixture." for name in drawn if _draw_alike(name, old, new))
+    changes = changed_fields(past(old), past(new))
+    return {path: pair for path, pair in changes.items() if not path.startswith(alike)}
+
+
+def _draw_alike(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """True if a phase's weights are only on another scale: what is drawn are whole draws of a block."""
+    phases = [identity["phases"].get(name) for identity in (old, new)]
+    quotas = [block_quotas(phase["mixture"]) for phase in phases if phase is not None]
+    return len(quotas) == 2 and quotas[0] == quotas[1]
 
 
 def _only(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

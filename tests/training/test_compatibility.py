@@ -104,6 +104,18 @@ def test_a_phase_name_may_hold_dots() -> None:
     assert set(past_changes(dotted, longer, 601)) == {"phases.v1.0.seq_len"}
 
 
+def test_weights_that_draw_the_same_are_the_same_whatever_their_scale() -> None:
+    def mixed(**weights: float) -> dict[str, Any]:
+        return _changed("phases.main.mixture", weights)
+
+    old = mixed(web=1.0, math=1.0)
+    assert not past_changes(old, mixed(web=2.0, math=2.0), 100)
+    assert not past_changes(old, mixed(web=1.0, math=1.0 + 1e-6), 100)  # not one draw in a block
+    assert set(past_changes(old, mixed(web=1.0, math=1.01), 100)) == {"phases.main.mixture.math"}
+    assert past_changes(old, mixed(web=1.0), 100)
+    assert not past_changes(old, mixed(web=1.0), 0)
+
+
 def test_both_values_are_told() -> None:
     new = _changed("phases.long.seq_len", 128)
     assert past_changes(OLD, new, 700) == {"phases.long.seq_len": (64, 128)}
