@@ -86,7 +86,6 @@ TO_CUT = {
     "config.plan (layer 1) imports models.pretrained (layer 2)",
     "config.plan (layer 1) imports watchdog.policy (layer 2)",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
-    "models.rehearsal (layer 2) imports training.curriculum (layer 3)",
     "core.on_main imports torch through checkpoint.rng, and has to work without",
 }
 

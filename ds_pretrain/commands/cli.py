@@ -134,6 +134,9 @@ def _add_check(commands: Commands) -> None:
     _add_run(parser)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks to check the batch against")
     parser.add_argument("--hostfile", type=Path, metavar="F", help="take the number of ranks from it")
+    parser.add_argument(
+        "--quick", action="store_true", help="arithmetic and files alone, without Transformers: seconds less"
+    )
 
 
 def _add_prepare(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""Keep the documents of one row apart: what a Transformers model has to be told, by kernel.
+"""Attention of a Transformers model: documents of one row kept apart, and the kernel that attends.
 
 Positions that restart do not stop attention (https://github.com/huggingface/transformers/pull/46634):
 Transformers looks for packed sequences in them only where it is given no mask, and flash attention only where
@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.masking_check import FLASH_KERNELS, LAYER_KINDS, MASK_KERNELS, takes_masks_by_kind
+from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.models.config_check import FLASH_KERNELS, LAYER_KINDS, MASK_KERNELS
+
+Kernel = Callable[..., Any]
 
 _PROBE_TOKENS = 24
 # Of the change that a document sees in itself. Unmasked, new models of many shapes show 0.03 to 0.3; masked,
@@ -127,9 +130,8 @@ def _bounds(begins: Tensor, device: torch.device) -> dict[str, Any]:
 def _masks(documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """One mask for all layers, or one for each kind of layer where the family has kinds."""
     window = getattr(config, "sliding_window", None)
-    if not takes_masks_by_kind(config.model_type):
+    if (kinds := getattr(config, "layer_types", None)) is None:
         return _mask(documents, window, dtype)
-    kinds = getattr(config, "layer_types", None) or LAYER_KINDS[:1]
     if foreign := set(kinds) - set(LAYER_KINDS):
         raise InputError(
             f'model.mask_documents = true: "{config.model_type}" has layers of kind '
@@ -149,3 +151,37 @@ def _mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     apart |= hidden
     mask = torch.zeros(apart.shape, dtype=dtype, device=documents.device)  # [B, T, T]
     return mask.masked_fill_(apart, torch.finfo(dtype).min)[:, None]
+
+
+def require_kernel(module: nn.Module) -> str:
+    """The name of a model's kernel in the table. The same on every rank.
+
+    Raises:
+        InputError: the kernel is none of the table, as eager is.
+    """
+    config: Any = module.config
+    name: str = config._attn_implementation
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise agreed(
+            InputError(
+                f'`sequence_parallel_size`: "{config.model_type}" attends by "{name}", which ranks cannot '
+                "share; use a family that has sdpa or flash_attention_2, or delete the key"
+            )
+        )
+    return name
+
+
+def replace_kernel(module: nn.Module, change: Callable[[Kernel], Kernel]) -> None:
+    """Let a model attend with what `change` makes of its kernel; other models keep theirs.
+
+    Its name stays, for what Transformers decides by it: whether there is a mask, and of which form.
+    """
+    name, config = require_kernel(module), module.config
+    plain: Kernel = ALL_ATTENTION_FUNCTIONS[name]
+    changed = change(plain)
+
+    def attend(attention: nn.Module, *inputs: Any, **more: Any) -> Any:
+        chosen = changed if getattr(attention, "config", None) is config else plain
+        return chosen(attention, *inputs, **more)
+
+    ALL_ATTENTION_FUNCTIONS[name] = attend

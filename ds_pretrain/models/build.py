@@ -1,32 +1,26 @@
 """A decoder-only language model from a Hugging Face config, never whole on one rank while it is made."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.config_check import NAME, check_model, family_problem, parse_model_config
+from ds_pretrain.models.config_check import NAME, model_config, parse_model_config
 from ds_pretrain.models.init import Gather, KindReport, initialize
-from ds_pretrain.models.loading import base_problems, load_base
 from ds_pretrain.models.param_groups import owned_parameters, whole_shape
-from ds_pretrain.models.pretrained import Base
+from ds_pretrain.models.pretrained import Base, base_problems, load_base
 from ds_pretrain.models.qk_norm import ensure_qk_norm
-from ds_pretrain.models.rope import default_dtype, restore_rotary
+from ds_pretrain.models.rope import apply_rope, default_dtype, restore_rotary
 
 Partition = Callable[[], AbstractContextManager[Any]]
 
@@ -90,35 +84,7 @@ def build_model(
     return BuiltModel(model.train(), config, num_parameters, weights, variant)
 
 
-def model_config(config_text: str, *, qk_norm: bool = False, name: str = NAME) -> Any:
-    """The Transformers config of a decoder-only model, every key of it understood. `name` is the file's.
-
-    Raises:
-        InputError: all problems at once.
-    """
-    config_json = parse_model_config(config_text, name)
-    family = config_json["model_type"]
-    others = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES) | frozenset(
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    )
-    if problem := family_problem(family, frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), others, name):
-        raise InputError(problem)
-    problems = check_model(config_text, qk_norm=qk_norm, name=name)
-    if CONFIG_MAPPING[family].sub_configs:
-        hint = f'use "{family}_text"' if f"{family}_text" in CONFIG_MAPPING else "use a text-only family"
-        problems.append(f'{name}: model_type "{family}" is a composite (multimodal) model; {hint}')
-    if problems:
-        raise InputError(problems)
-    given = _without_foreign_tokens(family, config_json)
-    try:
-        config = AutoConfig.for_model(family, **given)
-    except Exception as error:  # each config class raises what it likes
-        raise InputError(f"{name}: refused by {CONFIG_MAPPING[family].__name__}: {error}") from error
-    config.use_cache = False
-    return config
-
-
-def rehearse_build(
+def dry_build(
     config_text: str,
     *,
     qk_norm: bool = False,
@@ -126,45 +92,43 @@ def rehearse_build(
     name: str = NAME,
     base: Base | None = None,
     recompute: bool = False,
-) -> None:
-    """Construct the model without memory for its weights, to learn early whether it can be.
+    phases: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Any:
+    """Construct the model without memory for its weights, to learn early whether it can be; the model.
+
+    `phases` are configs whose rotary positions it takes one after the other, by the name that messages have.
 
     Raises:
-        InputError: it cannot; all that is wrong with the config, or what the model's own code says, or
-            weights in `base` that do not fit it.
+        InputError: all that is wrong with the config, or what the model's own code says, or weights in `base`
+            that do not fit it, or rotary positions that cannot change so.
     """
     config_json = parse_model_config(config_text, name)
     config = model_config(config_text, qk_norm=qk_norm, name=name)
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-            if qk_norm:
-                ensure_qk_norm(model, config_json)
-            set_recompute(model, recompute)
-    except InputError:
-        raise
-    except Exception as error:  # nothing but the config can be the cause here
-        raise InputError(
-            f'{name}: "{config.model_type}" cannot be built (attention {attention or "automatic"}): '
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if base is not None:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"), no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+                if qk_norm:
+                    ensure_qk_norm(model, config_json)
+                set_recompute(model, recompute)
+        except InputError:
+            raise
+        except Exception as error:  # nothing but the config can be the cause here
+            raise InputError(
+                f'{name}: "{config.model_type}" cannot be built (attention {attention or "automatic"}): '
+                f"{type(error).__name__}: {error}"
+            ) from error
         model.tie_weights()
-        if problems := base_problems(model, base):
+        if base is not None and (problems := base_problems(model, base)):
             raise InputError(problems)
-
-
-def _without_foreign_tokens(family: str, config_json: dict[str, Any]) -> dict[str, Any]:
-    """The config's own keys, and no special token that only the class default names and the vocabulary lacks.
-
-    GPT-2's 50256 in a vocabulary of 512 would make Transformers warn on every rank.
-    """
-    given = {key: value for key, value in config_json.items() if key != "model_type"}
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        default = getattr(CONFIG_MAPPING[family], key, None)
-        if key not in given and isinstance(default, int) and default >= config_json["vocab_size"]:
-            given[key] = None
-    return given
+        if phases:
+            restore_rotary(model, "cpu")
+        for phase, phase_config in phases.items():
+            try:
+                apply_rope(model, phase_config)
+            except InputError as error:
+                raise InputError([f"{phase}: {problem}" for problem in error.problems]) from error
+    return model
 
 
 def _constructed(config: Any, dtype: torch.dtype, attention: str | None) -> Any:

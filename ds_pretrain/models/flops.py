@@ -1,125 +1,114 @@
-"""Parameters and training FLOPs by arithmetic, from the config alone: no torch, no model.
+"""Parameters of a model, training FLOPs a token, and the peak of known GPUs: what MFU is made of.
 
-L layers · H heads · K key-value heads · D head width · E model width · V vocabulary · T sequence
+Parameters are counted on a model without memory, so torch is imported when it is asked, and not before.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Any
 
-# What Transformers fills in where a config is silent; a test compares each value with its config classes.
-_ROTARY_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False,
-}  # fmt: skip
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _ROTARY_DEFAULTS
-    | {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
-       "attention_bias": False, "mlp_bias": False},
-    "mistral": _ROTARY_DEFAULTS
-    | {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": None,
-       "sliding_window": 4096},
-    "qwen2": _ROTARY_DEFAULTS,
-    "qwen3": _ROTARY_DEFAULTS | {"head_dim": 128, "attention_bias": False},
-    "gpt2": {
-        "vocab_size": 50257, "n_embd": 768, "n_inner": None, "n_layer": 12, "n_head": 12, "n_positions": 1024,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-_GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
+from ds_pretrain.core.errors import InputError
+from ds_pretrain.models.config_check import EXPERTS_KEYS, asks_transformers
+
+# Peak dense bf16 matrix throughput in FLOP/s, as makers state it (without sparsity):
+# https://resources.nvidia.com/en-us-tensor-core and https://www.amd.com/en/products/accelerators/instinct.html.
+# NVIDIA prints most numbers with 2:4 sparsity; half of that is here.
+# The first key that is part of the device's name counts, so a variant stands before its family.
+_PEAK_BF16_FLOPS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "H800": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+    "MI300X": 1307e12,
+    "MI250X": 383e12,
 }
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model, counted three ways; tied ones once."""
+    """Parameters of a model, counted four ways; tied ones once."""
 
     total: int  # all
     non_embedding: int  # without token embedding, position embedding and output head
     matmul: int  # without look-up tables; a tied embedding counts, since it is the output head
+    active: float  # of `matmul`, those that a token meets: the experts by the share that is taken
 
 
-@dataclass(frozen=True)
-class _Shape:
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    window: int | None
+def count_parameters(config_text: str, *, qk_norm: bool = False) -> ParameterCount | None:
+    """Parameters of a model config; None where Transformers is not asked, or the model cannot be built."""
+    counted = _count(config_text, qk_norm) if asks_transformers() else None
+    return counted and counted[0]
 
 
-def count_parameters(config: dict[str, Any], *, qk_norm: bool = False) -> ParameterCount | None:
-    """Parameters of a Llama, Mistral, Qwen2, Qwen3 or GPT-2 config; None for a family not known here."""
-    known = _with_defaults(config)
-    if known is None:
-        return None
-    family = config["model_type"]
-    block = _gpt2_block(known) if family == "gpt2" else _rotary_block(family, known, _shape(known), qk_norm)
-    width = known["n_embd"] if family == "gpt2" else known["hidden_size"]
-    num_layers = _shape(known).num_layers
-    final_norm = 2 * width if family == "gpt2" else width
-    body = num_layers * block + final_norm
-    table = known["vocab_size"] * width
-    positions = known["n_positions"] * width if family == "gpt2" else 0
-    tables = table if known["tie_word_embeddings"] else 2 * table
-    return ParameterCount(total=body + tables + positions, non_embedding=body, matmul=body + table)
+def flops_per_token(config_text: str, seq_len: int, *, qk_norm: bool = False) -> float | None:
+    """Training FLOPs a token, forward and backward: 6 N + 12 H D T in each layer; None where that is unknown.
 
-
-def flops_per_token(config: dict[str, Any], seq_len: int, *, qk_norm: bool = False) -> float | None:
-    """Training FLOPs a token, forward and backward: 6 N + 12 L H D T; None for a family not known here.
-
-    The formula is of PaLM, appendix B (https://arxiv.org/abs/2204.02311), with `ParameterCount.matmul` for N.
-    Recomputation does not count, so MFU compares across settings. A sliding window shorter than the sequence
-    takes its place.
+    The formula is of PaLM, appendix B (https://arxiv.org/abs/2204.02311), with `ParameterCount.active` for N,
+    H heads of width D, and T tokens of a sequence. Recomputation does not count, so MFU compares across
+    settings. A sliding window shorter than the sequence takes its place. Layers that are not attention are
+    not known.
     """
-    count, known = count_parameters(config, qk_norm=qk_norm), _with_defaults(config)
-    if count is None or known is None:
+    counted = _count(config_text, qk_norm) if asks_transformers() else None
+    if counted is None:
         return None
-    shape = _shape(known)
-    attended = min(seq_len, shape.window) if shape.window else seq_len
-    return 6.0 * count.matmul + 12.0 * shape.num_layers * shape.num_heads * shape.head_dim * attended
-
-
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any] | None:
-    defaults = DEFAULTS.get(config.get("model_type", ""))
-    if defaults is None:
+    count, config = counted
+    heads, num_layers = (getattr(config, key, None) for key in ("num_attention_heads", "num_hidden_layers"))
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not isinstance(heads, int) or not isinstance(num_layers, int):
         return None
-    names = _GPT2_NAMES if config["model_type"] == "gpt2" else {}
-    given = {names.get(key, key): value for key, value in config.items()}
-    return defaults | given
+    attended = {"full_attention": seq_len, "sliding_attention": min(seq_len, window or seq_len)}
+    kinds = kinds or [("sliding" if window else "full") + "_attention"] * num_layers
+    if not attended.keys() >= set(kinds):
+        return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    per_layer: float = 12.0 * heads * head_dim
+    return 6.0 * count.active + per_layer * sum(attended[kind] for kind in kinds)
 
 
-def _shape(known: dict[str, Any]) -> _Shape:
-    if "n_embd" in known:
-        return _Shape(known["n_layer"], known["n_head"], known["n_embd"] // known["n_head"], None)
-    heads = known["num_attention_heads"]
-    head_dim = known.get("head_dim") or known["hidden_size"] // heads
-    windowed = known["model_type"] == "mistral"
-    return _Shape(known["num_hidden_layers"], heads, head_dim, known["sliding_window"] if windowed else None)
+@lru_cache(maxsize=8)
+def _count(config_text: str, qk_norm: bool) -> tuple[ParameterCount, Any] | None:
+    """The count, and the config as Transformers reads it."""
+    from torch import nn
+
+    from ds_pretrain.models.build import dry_build
+    from ds_pretrain.models.param_groups import owned_parameters
+
+    try:
+        model = dry_build(config_text, qk_norm=qk_norm)
+    except InputError:
+        return None
+    config, head = model.config, model.get_output_embeddings()
+    head_weight = getattr(head, "weight", None)
+    total = tables = experts = 0
+    for name, module, parameter in owned_parameters(model):
+        size = prod(parameter.shape)
+        total += size
+        if isinstance(module, nn.Embedding) or parameter is head_weight:
+            tables += size
+        elif ".experts." in name:
+            experts += size
+    matmul = total - tables + (prod(head_weight.shape) if head_weight is not None else 0)
+    there = next((getattr(config, key) for key in EXPERTS_KEYS if getattr(config, key, None)), 1)
+    taken = getattr(config, "num_experts_per_tok", None) or there
+    active = matmul - experts * (1 - taken / there)
+    return ParameterCount(total, total - tables, matmul, active), config
 
 
-def _gpt2_block(known: dict[str, Any]) -> int:
-    width = known["n_embd"]
-    inner = known["n_inner"] or 4 * width
-    attention: int = 4 * width * width + 4 * width  # c_attn [E, 3E], c_proj [E, E], biases
-    feed_forward: int = 2 * width * inner + inner + width
-    norms: int = 4 * width
-    return attention + feed_forward + norms  # two LayerNorms, weight and bias
-
-
-def _rotary_block(family: str, known: dict[str, Any], shape: _Shape, qk_norm: bool) -> int:
-    width, inner = known["hidden_size"], known["intermediate_size"]
-    queries = shape.num_heads * shape.head_dim  # H * D
-    keys = (known["num_key_value_heads"] or shape.num_heads) * shape.head_dim  # K * D
-    attention: int = 2 * width * queries + 2 * width * keys
-    if family == "qwen2":
-        attention += queries + 2 * keys
-    elif known.get("attention_bias"):
-        attention += queries + 2 * keys + width
-    if family == "qwen3" or qk_norm:
-        attention += 2 * shape.head_dim
-    feed_forward: int = 3 * width * inner + (2 * inner + width if known.get("mlp_bias") else 0)
-    norms: int = 2 * width
-    return attention + feed_forward + norms
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a GPU by the name that torch gives it; None for one that is not in the table."""
+    words = f" {device_name.replace('-', ' ').replace('_', ' ')} ".lower()
+    for name, flops in _PEAK_BF16_FLOPS.items():
+        if f" {name.lower()} " in words:
+            return flops
+    return None

@@ -1,55 +1,73 @@
-"""The rotary positions of a phase, put into a Hugging Face model config. No torch here.
+"""The rotary positions of a phase, put into a model config, and what is wrong with them. No torch.
 
-A config says them in one of two layouts, and keeps the one that it has
-(https://huggingface.co/docs/transformers/internal/rope_utils):
-
-* new: `"rope_parameters": {"rope_type": ..., "rope_theta": ..., "factor": ...}`, or one such table for each
-  kind of layer;
-* old: `"rope_theta"` beside `"rope_scaling": {"rope_type" or "type": ..., "factor": ...}`.
+Transformers reads all that configs have called them into `rope_parameters`: one table with `rope_type`,
+`rope_theta` and what the kind takes, or one such table for each kind of layer
+(https://huggingface.co/docs/transformers/internal/rope_utils). That is what is changed here, and written.
 
 Of per-layer tables only that of full attention is changed: a sliding window does not get longer with the
 sequence. Gemma 3 raised its base from 10,000 to 1,000,000 in the global layers alone (arXiv:2503.19786).
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
+from math import ceil
 from typing import Any
 
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.models.family import Family, read_family
+from ds_pretrain.core.text import shown
+from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
 
 FULL_ATTENTION = "full_attention"
 WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")  # what these make of a position depends on it
-FOLLOWS_THE_LENGTH = (
-    "dynamic",
-    "longrope",
-)  # these compute frequencies anew in each forward, from its length
 # The factors of Llama 3.1
 # (https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling).
 LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR = 1.0, 4.0
+# Where tables in fp32 hold what fp64 gives, as a test finds: below, frequencies are nearly one, and the
+# rounding of distant angles shows in all; above, the slowest, 1 / (theta factor), has no digits left in fp32.
+LEAST_THETA, MOST_THETA, MOST_FACTOR = 2.0, 1e30, 1e6
 
 _ORIGINAL = "original_max_position_embeddings"
 _POSITIONS = "max_position_embeddings"
+_OLD_KEYS = ("rope_scaling", "rope_theta", "rotary_emb_base")
 # What belongs to a scaling; anything else in a table (theta, the rotated share) stays when the scaling goes.
 _SCALING_KEYS = frozenset(
     f"rope_type type factor {_ORIGINAL} attention_factor beta_fast beta_slow mscale mscale_all_dim truncate "
     "low_freq_factor high_freq_factor short_factor long_factor".split()
 )
+_EXTENDS = {  # from the original length to factor times as much: what a phase may name besides kind and theta
+    "yarn": ("factor", "original_length"),
+    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+}
+_KEYS_OF = {**_EXTENDS, "linear": ("factor",)}
+_SCALING_FIELDS = ("factor", "original_length", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True)
 class RopeState:
-    """The rotary positions that a config gives, in whichever layout; of full attention if layers differ."""
+    """The rotary positions that a config gives, of full attention if layers differ."""
 
     kind: str
     theta: float
     factor: float | None
-    original_length: int | None  # as given, in the table or beside it
+    original_length: int | None  # the length that a scaling extends
     num_positions: int | None  # what the model was made for: max_position_embeddings
-    table: Mapping[str, Any]  # the table as it stands in the config
+    table: Mapping[str, Any]  # as Transformers reads it; as it is written where that is not asked
+    others: Mapping[str, Any]  # the tables of other kinds of layers; empty if one table is for all
+
+
+def phase_models(
+    model: Mapping[str, Any], phases: Iterable[tuple[str, RopeSection | None, int]]
+) -> dict[str, dict[str, Any]]:
+    """The config of each phase, by name: that of the phase before, with its own rotary positions and length.
+
+    `phases` have a name, a change of rotary positions, and tokens of a sequence.
+    """
+    configs, config = {}, dict(model)
+    for name, rope, seq_len in phases:
+        config = with_rope(config, rope, seq_len)
+        configs[name] = config
+    return configs
 
 
 def with_rope(model: Mapping[str, Any], rope: RopeSection | None, seq_len: int) -> dict[str, Any]:
@@ -64,11 +82,17 @@ def with_rope(model: Mapping[str, Any], rope: RopeSection | None, seq_len: int) 
     if not has_rope(model):
         return new
     before = rope_state(model)
-    if rope is not None and rope.model_fields_set:
-        _put(new, _changed_table(before, rope), rope.theta)
+    table = _changed_table(before, rope) if rope is not None and rope.model_fields_set else dict(before.table)
+    keeps_length = False
     if before.num_positions is not None and seq_len > before.num_positions:
-        _keep_original_length(new, before.num_positions)
         new[_POSITIONS] = seq_len
+        keeps_length = ((rope and rope.kind) or before.kind) in WITH_ORIGINAL_LENGTH
+    if keeps_length:  # its default would be the new number of positions
+        table.setdefault(_ORIGINAL, before.original_length or before.num_positions)
+    if keeps_length or table != before.table:
+        for key in _OLD_KEYS:
+            new.pop(key, None)
+        new["rope_parameters"] = {**before.others, FULL_ATTENTION: table} if before.others else table
     return new
 
 
@@ -77,193 +101,255 @@ def describe_rope(model: Mapping[str, Any]) -> str:
     if not has_rope(model):
         return "no rotary positions"
     state = rope_state(model)
-    if not states_rope(model):
-        return f"rotary parameters that {model['model_type']} fills in itself"
     words = [f"{state.kind}, theta {state.theta:,.10g}"]
     if state.factor is not None:
         base = state.original_length or (state.num_positions if state.kind in WITH_ORIGINAL_LENGTH else None)
         words.append(f"factor {state.factor:g}" + (f" x {base:,} positions" if base else ""))
     if state.num_positions:
         words.append(f"{state.num_positions:,} positions")
-    return ", ".join(words) + (" (full attention; other layers unchanged)" if _is_per_layer(model) else "")
+    return ", ".join(words) + (" (full attention; other layers unchanged)" if state.others else "")
 
 
 def has_rope(model: Mapping[str, Any]) -> bool:
-    """True if the family reads rotary parameters from its config."""
-    family = _family(model)
-    if family is None:
-        return any(model.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
-    return "rope_parameters" in family.own_keys
-
-
-def states_rope(model: Mapping[str, Any]) -> bool:
-    """False if the config says nothing and the family's class then fills in more than a default theta."""
-    family = _family(model)
-    if family is None or model.get("rope_parameters") or model.get("rope_scaling"):
-        return True
-    marks = ("if self.rope_parameters is None:", "_rope_type_labels = ")
-    return not any(mark in family.source for mark in marks)
-
-
-def reads_scalings(model: Mapping[str, Any]) -> bool:
-    """True if the family's code has the scalings of Transformers."""
-    family = _family(model)
-    return family is None or "ROPE_INIT_FUNCTIONS" in family.source
+    """True if the family has rotary positions."""
+    parsed = read_config(model)
+    if parsed is None:
+        return any(model.get(key) for key in ("rope_parameters", *_OLD_KEYS))
+    return bool(getattr(parsed, "rope_parameters", None))
 
 
 def rope_state(model: Mapping[str, Any]) -> RopeState:
     """The rotary positions that `model` gives, as Transformers reads them."""
-    family, table = _family(model), _table(model)
-    theta = table.get("rope_theta") or model.get(_theta_key(family)) or _default_theta(family)
-    # Phi-3 and others have it beside the table, where it takes precedence
-    original = model.get(_ORIGINAL) or table.get(_ORIGINAL)
+    parsed = read_config(model)
+
+    def said(key: str) -> Any:
+        return model.get(key) if parsed is None else getattr(parsed, key, None)
+
+    tables = said("rope_parameters") or said("rope_scaling") or {}
+    nested = {kind: dict(item) for kind, item in tables.items() if isinstance(item, Mapping)}
+    table = dict(nested.get(FULL_ATTENTION, {})) if nested else dict(tables)
+    old_theta = (said(key) for key in ("rope_theta", "rotary_emb_base"))
     return RopeState(
         kind=table.get("rope_type") or table.get("type") or "default",
-        theta=float(theta),
+        theta=float(table.get("rope_theta") or next(filter(None, old_theta), 10_000.0)),
         factor=table.get("factor"),
-        original_length=original,
-        num_positions=model.get(_POSITIONS) or _default_positions(family),
+        # Phi-3 and others have it beside the table, where it takes precedence
+        original_length=said(_ORIGINAL) or table.get(_ORIGINAL),
+        num_positions=said(_POSITIONS),
         table=table,
+        others={kind: item for kind, item in nested.items() if kind != FULL_ATTENTION},
     )
 
 
-def layout_problem(model: Mapping[str, Any]) -> str | None:
-    """Why a change cannot be put into this config, or None if it can."""
-    if model.get("rope_parameters") and model.get("rope_scaling"):
-        return 'the model config has both "rope_parameters" and "rope_scaling"; keep the first alone'
-    family, tables = _family(model), model.get("rope_parameters")
-    if isinstance(tables, Mapping) and _nested(tables):
-        if isinstance(tables.get(FULL_ATTENTION), Mapping):
-            return None
-        kinds = ", ".join(f'"{kind}"' for kind in tables)
-        return (
-            f'"rope_parameters" has tables for {kinds} and none for "{FULL_ATTENTION}", the only one that a '
-            "phase can change; leave its rotary positions as they are"
-        )
-    if family is None:
-        return None
-    if not states_rope(model):
-        return (
-            f'"{model.get("model_type")}" fills in rotary parameters of its own; write them into the model '
-            'config as "rope_parameters", so that a phase can change them'
-        )
-    if not _has_tables_per_layer(family):
-        return None
-    if (scaling := model.get("rope_scaling")) and isinstance(scaling, Mapping) and "rope_type" not in scaling:
-        return f'"{model.get("model_type")}" does not read "type" in "rope_scaling"; write "rope_type"'
-    if tables or not _reads_old_layout(family):
-        return (
-            f'"{model.get("model_type")}" has rotary parameters for each kind of layer; write them so into '
-            f'the model config: "rope_parameters": {{"{FULL_ATTENTION}": {{...}}, '
-            '"sliding_attention": {...}}'
-        )
-    return None
+def rope_change_problems(
+    model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
+) -> list[str]:
+    """Why a phase cannot have this rope and length on this model config; empty if it can.
+
+    `where` names the setting, like "phases.long.rope"; `model` is the config of the phase before.
+    """
+    if not has_rope(model):
+        if rope is None:
+            return []
+        return [
+            f'{where}: "{model.get("model_type")}" has no rotary positions to change; remove it, or choose a '
+            'family that has them, such as "llama" or "qwen3"'
+        ]
+    before = rope_state(model)
+    if rope is None:
+        return [*_length_problems(model, rope, seq_len, where)]
+    if (problem := _layout_problem(model, before)) is not None:
+        return [f"{where}: {problem}"]
+    kind = rope.kind or before.kind
+    problems = [
+        *_value_problems(rope.theta, rope.factor, f"{where}.theta", f"{where}.factor"),
+        *_foreign_keys(rope, kind, where),
+        *_factor_problems(rope, before, kind, seq_len, where),
+        *_original_length_problems(rope, before, where),
+    ]
+    return problems or [*_length_problems(model, rope, seq_len, where)]
+
+
+def rope_value_problems(model: Mapping[str, Any], name: str) -> list[str]:
+    """Rotary parameters of a model config that no fp32 table holds; `name` names the file."""
+    if not has_rope(model):
+        return []
+    try:
+        state = rope_state(model)
+        factor = None if state.factor is None else float(state.factor)
+    except (AttributeError, TypeError, ValueError):
+        keys = ("rope_theta", "rope_scaling", "rope_parameters")
+        found = {key: model[key] for key in keys if key in model}
+        return [f"{name}: rotary parameters should be numbers, found {shown(found)}"]
+    problems = [*_value_problems(state.theta, factor, f'{name}: "rope_theta"', f'{name}: "factor"')]
+    if factor is not None and factor < 1:
+        problems.append(f'{name}: "factor" = {factor:g} of rotary positions; expected a number of at least 1')
+    return problems
+
+
+def rope_change_warnings(
+    model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
+) -> list[str]:
+    """What is allowed and seldom meant: sequences beyond the model's positions with nothing done for them.
+
+    Also a theta that falls. Raising it alone is a way to extend a context (arXiv:2309.16039) and is not
+    warned of.
+    """
+    if not has_rope(model):
+        return []
+    before, after = rope_state(model), rope_state(with_rope(model, rope, seq_len))
+    if after.theta < before.theta:
+        return [
+            f"{where}: theta falls from {before.theta:,.10g} to {after.theta:,.10g}: every frequency that "
+            "was learned rises, and distant tokens look alike sooner; a longer context takes a higher theta, "
+            "and a phase that names none keeps that of the phase before"
+        ]
+    if not before.num_positions or seq_len <= before.num_positions:
+        return []
+    extends = after.kind != "default" and (after.kind, after.factor) != (before.kind, before.factor)
+    if after.theta > before.theta or extends or _reach(before) >= seq_len:
+        return []
+    return [
+        f"{where}: sequences of {seq_len:,} on a model made for {before.num_positions:,} positions, "
+        f"with theta {before.theta:,.10g} as before; a longer context usually needs a higher theta, or "
+        'kind = "yarn" or "llama3" with a factor'
+    ]
 
 
 def _changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
     """The table after the change: another kind replaces the scaling, the same kind goes on with it."""
     kind = rope.kind or before.kind
-    table = dict(before.table)
-    if kind != before.kind:
-        table = {key: value for key, value in table.items() if key not in _SCALING_KEYS} | {"rope_type": kind}
+    kept = () if kind == before.kind else _SCALING_KEYS
+    table = {key: value for key, value in before.table.items() if key not in (*kept, "type")}
+    table |= {"rope_type": kind, "rope_theta": rope.theta or before.theta}
     if kind == "llama3":
         table.setdefault("low_freq_factor", LLAMA3_LOW_FREQ_FACTOR)
         table.setdefault("high_freq_factor", LLAMA3_HIGH_FREQ_FACTOR)
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
         if (value := getattr(rope, key)) is not None:
             table[key] = value
-    if kind in ("yarn", "llama3"):
+    if kind in _EXTENDS:
         table[_ORIGINAL] = rope.original_length or before.original_length or before.num_positions
     return table
 
 
-def _put(new: dict[str, Any], table: dict[str, Any], theta: float | None) -> None:
-    """Write the changed table and theta into the config, in its layout."""
-    key = _theta_key(_family(new))
-    is_old = _is_old(new)
-    if theta is not None:
-        if not is_old or "rope_theta" in table:
-            table["rope_theta"] = theta
-        if is_old or key in new:
-            new[key] = theta
-    if is_old:
-        if table.keys() - {"rope_type", "type"} or "default" not in (
-            table.get("rope_type"),
-            table.get("type"),
-        ):
-            if table:
-                new["rope_scaling"] = table
-        else:
-            new["rope_scaling"] = None
-    elif _nested(new.get("rope_parameters")):
-        new["rope_parameters"] = {**new["rope_parameters"], FULL_ATTENTION: table}
-    else:
-        new["rope_parameters"] = {"rope_type": "default"} | table if "type" not in table else table
+def _layout_problem(model: Mapping[str, Any], read: RopeState) -> str | None:
+    """Why a change cannot be put into this config, or None if it can."""
+    if model.get("rope_parameters") and model.get("rope_scaling"):
+        return 'the model config has both "rope_parameters" and "rope_scaling"; keep the first alone'
+    if read.others and not read.table:
+        kinds = ", ".join(f'"{kind}"' for kind in read.others)
+        return (
+            f'"rope_parameters" has tables for {kinds} and none for "{FULL_ATTENTION}", the only one that a '
+            "phase can change; leave its rotary positions as they are"
+        )
+    written = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    written = written.get(FULL_ATTENTION, written)
+    said = {
+        "rope_type": written.get("rope_type", written.get("type")),
+        "rope_theta": written.get("rope_theta", model.get("rope_theta")),
+        "factor": written.get("factor"),
+    }
+    for key, found in (("rope_type", read.kind), ("rope_theta", read.theta), ("factor", read.factor)):
+        if said[key] is not None and said[key] != found:
+            return (
+                f'"{model.get("model_type")}" reads {key} = {found} where {said[key]} is meant; write '
+                '"rope_parameters" into the model config, as Transformers does for this family'
+            )
+    return None
 
 
-def _keep_original_length(new: dict[str, Any], num_positions: int) -> None:
-    """Write down the length that a scaling extends before the positions, its default, are raised."""
-    state = rope_state(new)
-    if state.kind in WITH_ORIGINAL_LENGTH and state.original_length is None:
-        _put(new, {**state.table, _ORIGINAL: num_positions}, None)
+def _value_problems(
+    theta: float | None, factor: float | None, theta_name: str, factor_name: str
+) -> Iterator[str]:
+    """A base or a factor for which there are no sound tables."""
+    if theta is not None and not LEAST_THETA <= theta <= MOST_THETA:
+        yield (
+            f"{theta_name} = {theta:g}: expected {LEAST_THETA:g} to {MOST_THETA:g}, where tables in fp32 are "
+            "exact; usual are 10,000 to 1e8"
+        )
+    if factor is not None and factor > MOST_FACTOR:
+        yield f"{factor_name} = {factor:g}: expected at most {MOST_FACTOR:g}, how many times longer it gets"
 
 
-def _table(model: Mapping[str, Any]) -> dict[str, Any]:
-    given = model.get("rope_scaling") or model.get("rope_parameters")
-    if isinstance(given, Mapping) and _nested(given):
-        given = given.get(FULL_ATTENTION)
-    return dict(given) if isinstance(given, Mapping) else {}
+def _foreign_keys(rope: RopeSection, kind: str, where: str) -> Iterator[str]:
+    """Keys that the kind does not read."""
+    for key in _SCALING_FIELDS:
+        if getattr(rope, key) is not None and key not in _KEYS_OF.get(kind, ()):
+            takers = [f'"{name}"' for name, keys in _EXTENDS.items() if key in keys]
+            whose = f'kind = "{kind}"' if rope.kind else f'the model\'s scaling ("{kind}")'
+            yield f"{where}.{key} does not belong to {whose}; remove it, or set kind = {' or '.join(takers)}"
 
 
-def _nested(tables: Any) -> bool:
-    return isinstance(tables, Mapping) and any(isinstance(item, Mapping) for item in tables.values())
+def _factor_problems(
+    rope: RopeSection, before: RopeState, kind: str, seq_len: int, where: str
+) -> Iterator[str]:
+    """A scaling without its numbers, or with numbers that contradict one another."""
+    base = rope.original_length or before.original_length or before.num_positions
+    if kind in _EXTENDS and rope.factor is None and (kind != before.kind or before.factor is None):
+        yield (
+            f'{where}: kind = "{kind}" needs a factor'
+            + (f"; the smallest for seq_len {seq_len:,} is {_smallest(seq_len, base)}" if base else "")
+        )
+    if kind in _EXTENDS and not base:
+        yield (
+            f'{where}: kind = "{kind}" needs original_length, the positions before; the model config has none'
+        )
+    if kind == "llama3":
+        same = before.table if before.kind == kind else {}
+        low = rope.low_freq_factor or same.get("low_freq_factor", LLAMA3_LOW_FREQ_FACTOR)
+        high = rope.high_freq_factor or same.get("high_freq_factor", LLAMA3_HIGH_FREQ_FACTOR)
+        if low >= high:
+            yield (
+                f"{where}: low_freq_factor = {low:g} is not below high_freq_factor = {high:g}; Llama 3.1 has "
+                f"{LLAMA3_LOW_FREQ_FACTOR:g} and {LLAMA3_HIGH_FREQ_FACTOR:g}"
+            )
 
 
-def _is_old(model: Mapping[str, Any]) -> bool:
-    """True for the old layout, and where nothing is said and the new one would need every layer."""
-    if model.get("rope_parameters"):
-        return False
-    family = _family(model)
-    has_old_keys = bool(model.get("rope_scaling")) or _theta_key(family) in model or "rope_scaling" in model
-    return has_old_keys or (family is not None and _has_tables_per_layer(family))
-
-
-def _is_per_layer(model: Mapping[str, Any]) -> bool:
-    family = _family(model)
-    return _nested(model.get("rope_parameters")) or (family is not None and _has_tables_per_layer(family))
-
-
-def _has_tables_per_layer(family: Family) -> bool:
-    return f'"{FULL_ATTENTION}": {{' in family.source
-
-
-def _reads_old_layout(family: Family) -> bool:
-    """True if a flat `rope_scaling` reaches the full-attention layers, and these alone."""
-    reached = set(re.findall(r'rope_parameters\["(\w+)"\]\.update\(rope_scaling\)', family.source))
-    return reached == {FULL_ATTENTION}
-
-
-def _theta_key(family: Family | None) -> str:
-    """GPT-NeoX calls it rotary_emb_base."""
-    found = family and re.search(r'kwargs\.pop\("(\w+)", self\.default_theta\b', family.source)
-    return found[1] if found else "rope_theta"
-
-
-def _default_theta(family: Family | None) -> float:
-    found = family and re.search(
-        rf'default_theta = (?:\{{"(?:global|{FULL_ATTENTION})": )?([\d_.e]+)', family.source
+def _original_length_problems(rope: RopeSection, before: RopeState, where: str) -> Iterator[str]:
+    """A scaling that starts from another length than the model had."""
+    had = before.original_length or before.num_positions
+    if rope.original_length is None or had is None or rope.original_length == had:
+        return
+    key = _ORIGINAL if before.original_length else _POSITIONS
+    yield (
+        f"{where}.original_length = {rope.original_length:,}, but the model had {had:,} positions before it "
+        f'was extended ("{key}"); remove original_length, or correct "{key}" in the model config'
     )
-    return float(found[1]) if found else 10_000.0
 
 
-def _default_positions(family: Family | None) -> int | None:
-    """As its class declares them, perhaps as a product like 4096 * 32."""
-    declared = family and re.search(
-        rf"{_POSITIONS}: int(?: \| None)? = ([\d_]+(?: \* [\d_]+)*)", family.source
-    )
-    return prod(int(factor) for factor in declared[1].split(" * ")) if declared else None
+def _length_problems(
+    model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
+) -> Iterator[str]:
+    """A scaling that does not reach the length, or that another number of positions would change."""
+    before = rope_state(model)
+    after = rope_state(with_rope(model, rope, seq_len))
+    longer = before.num_positions is not None and seq_len > before.num_positions
+    if after.kind in FOLLOWS_THE_LENGTH and (longer or (rope and rope.model_fields_set)):
+        yield (
+            f'{where}: the model\'s scaling "{after.kind}" computes its frequencies anew in each forward, '
+            'from the length of its sequences, and cannot change in a run; set kind = "yarn", "llama3" or '
+            '"default"'
+        )
+        return
+    scaling = (after.kind, after.factor, after.original_length)
+    if not longer and scaling == (before.kind, before.factor, before.original_length):
+        return  # Llama 3.1 has twice the positions that its factor says
+    reach = _reach(after)
+    if 0 < reach < seq_len and after.original_length:
+        yield (
+            f"{where}: factor {after.factor:g} x {after.original_length:,} original positions = "
+            f"{reach:,.10g} are fewer than seq_len = {seq_len:,}; the smallest factor that does is "
+            f"{_smallest(seq_len, after.original_length)}"
+        )
 
 
-def _family(model: Mapping[str, Any]) -> Family | None:
-    name = model.get("model_type")
-    return read_family(name) if isinstance(name, str) else None
+def _reach(state: RopeState) -> float:
+    """Positions that a scaling was made for; 0 if there is none."""
+    base = state.original_length or state.num_positions
+    return state.factor * base if state.kind in _EXTENDS and state.factor and base else 0
+
+
+def _smallest(seq_len: int, original_length: int) -> str:
+    """The smallest factor that reaches `seq_len`, rounded up to a thousandth."""
+    return f"{ceil(seq_len / original_length * 1000 - 1e-9) / 1000:.10g}"

@@ -15,18 +15,22 @@ from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
-from ds_pretrain.models.masking_check import masking_problems
-from ds_pretrain.models.rope_change import rope_change_problems, rope_change_warnings
-from ds_pretrain.models.rope_config import describe_rope, has_rope, with_rope
+from ds_pretrain.models import rope_config
+from ds_pretrain.models.config_check import asks_transformers, masking_problems
+from ds_pretrain.models.rope_config import (
+    describe_rope,
+    has_rope,
+    rope_change_problems,
+    rope_change_warnings,
+    with_rope,
+)
 
 
 def phase_models(plan: Plan) -> dict[str, dict[str, Any]]:
     """The model config of each phase: that of the phase before, with its own rotary positions and length."""
-    configs, config = {}, dict(plan.model)
-    for phase in plan.run.phases:
-        config = with_rope(config, phase.rope, phase.seq_len)
-        configs[phase.name] = config
-    return configs
+    return rope_config.phase_models(
+        plan.model, ((phase.name, phase.rope, phase.seq_len) for phase in plan.run.phases)
+    )
 
 
 def model_text(plan: Plan, step: int) -> str:
@@ -46,10 +50,16 @@ def mixtures(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def model_problems(plan: Plan) -> Iterator[str]:
-    """Phases that the model cannot have: lengths, rotary positions, documents kept apart."""
+    """Phases that the model cannot have: lengths, rotary positions, documents kept apart.
+
+    Where Transformers is not asked, its defaults are not known, and a change of positions is not judged.
+    """
     model: dict[str, Any] = dict(plan.model)
     for index, phase in enumerate(plan.run.phases):
         where = f"{plan.run_path}: phases.{phase.name}"
+        if not asks_transformers():
+            yield from _length_problems(plan, phase, where) if index == 0 and phase.rope is None else ()
+            continue
         if (index == 0 and phase.rope is None) or not has_rope(plan.model):
             yield from _length_problems(plan, phase, where)
             if phase.rope is not None:
@@ -59,10 +69,7 @@ def model_problems(plan: Plan) -> Iterator[str]:
             return
         model = with_rope(model, phase.rope, phase.seq_len)
     if plan.run.model.mask_documents:
-        name = plan.run.model.config
-        yield from (
-            f"{plan.run_path}: {p}" for p in masking_problems(plan.model_text, plan.run.model.attention, name)
-        )
+        yield from (f"{plan.run_path}: {p}" for p in masking_problems(plan.model, plan.run.model.attention))
 
 
 def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
@@ -89,7 +96,7 @@ def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
 def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
     """What a person is told of it."""
     model: dict[str, Any] = dict(plan.model)
-    for phase in plan.run.phases:
+    for phase in plan.run.phases if asks_transformers() else ():
         warnings = rope_change_warnings(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
         model = with_rope(model, phase.rope, phase.seq_len)
         if len(plan.run.phases) > 1 or phase.rope is not None:

@@ -24,13 +24,11 @@ from ds_pretrain.data.inspect import check_source, describe_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
 from ds_pretrain.engine.skip_step import drop_problems
-from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model
+from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model, mask_warnings, sharing_problems
 from ds_pretrain.models.flops import count_parameters
-from ds_pretrain.models.masking_check import mask_warnings
-from ds_pretrain.models.rope_change import rope_value_problems
-from ds_pretrain.models.sharing_check import sharing_problems
+from ds_pretrain.models.rope_config import rope_value_problems
 from ds_pretrain.training.compatibility import directory_problems, other_config_problems
-from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems
+from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems, phase_models
 from ds_pretrain.training.record import lost_here, newest_here, origin_here
 
 _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
@@ -92,7 +90,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += rope_value_problems(plan.model, plan.run.model.config) or [
         *model_problems(plan),
-        *sharing_problems(plan),
+        *sharing_problems(plan.run, plan.run_path, plan.model, plan.sequence_parallel_size),
     ]
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
@@ -118,6 +116,26 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
             world_size=world_size,
         )
     return list(dict.fromkeys(problems))
+
+
+def build_problems(plan: Plan) -> list[str]:
+    """Why the model cannot be built, take the weights of `model.from`, or be in a phase. Needs torch."""
+    from ds_pretrain.models.build import dry_build
+
+    phases = {f"{plan.run_path}: phases.{name}": model for name, model in phase_models(plan).items()}
+    try:
+        dry_build(
+            plan.model_text,
+            qk_norm=plan.run.model.qk_norm,
+            attention=plan.run.model.attention,
+            name=plan.run.model.config,
+            base=plan.base,
+            recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
+            phases=phases,
+        )
+    except InputError as error:
+        return list(error.problems)
+    return []
 
 
 def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
@@ -228,7 +246,6 @@ def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
 
 
 def _model_line(plan: Plan) -> str:
-    config = dict(plan.model)
     extras = [
         name
         for name, on in (("QK-norm", plan.run.model.qk_norm), ("recompute", plan.run.model.recompute))
@@ -236,14 +253,14 @@ def _model_line(plan: Plan) -> str:
     ]
     if plan.run.model.z_loss is not None:
         extras.append(f"z-loss {plan.run.model.z_loss:g}")
-    count = count_parameters(config, qk_norm=plan.run.model.qk_norm)
-    size = "parameters counted at start"
+    count = count_parameters(plan.model_text, qk_norm=plan.run.model.qk_norm)
+    size = "parameters not counted"
     if count is not None:
         size = (
             f"{count.total:,} parameters ({count.non_embedding:,} without embeddings), "
             f"{plan.timeline.total_tokens / count.total:.1f} tokens a parameter"
         )
-    return ", ".join([f"{config.get('model_type')}: {size}", *extras])
+    return ", ".join([f"{plan.model.get('model_type')}: {size}", *extras])
 
 
 def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:

@@ -22,19 +22,16 @@ from ds_pretrain.data.validation_set import ValidationSet, make_validation_set
 from ds_pretrain.engine.engine import Engine, open_engine
 from ds_pretrain.engine.sequence_parallel import SharedSequences, refuse_unlike
 from ds_pretrain.engine.start import dtype_of, gather, partition
-from ds_pretrain.models.attention import document_inputs, refuse_leaks
+from ds_pretrain.models.attention import document_inputs, refuse_leaks, replace_kernel, require_kernel
 from ds_pretrain.models.build import build_model
-from ds_pretrain.models.flops import flops_per_token
+from ds_pretrain.models.flops import flops_per_token, peak_flops
 from ds_pretrain.models.init import KindReport
-from ds_pretrain.models.kernels import replace_kernel, require_kernel
 from ds_pretrain.models.param_groups import parameter_groups
-from ds_pretrain.models.rehearsal import rehearsal_problems
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.monitor.peak import peak_flops
 from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.training.curriculum import open_sampler, phase_models
-from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs, summary
+from ds_pretrain.training.preflight import Inputs, build_problems, find_problems, open_inputs, summary
 from ds_pretrain.training.record import RunRecord
 from ds_pretrain.training.stages import Stages
 
@@ -52,7 +49,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         seen = _digest(plan, inputs)
         if world.is_main:
             problems = find_problems(plan, inputs, world.size, "the launcher")
-            problems += [] if problems else rehearsal_problems(plan)
+            problems += [] if problems else build_problems(plan)
     except InputError as error:
         problems = list(error.problems)
     told = gather_objects(world, (problems, seen, platform.node()))
@@ -166,7 +163,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
         attempt=record.attempt,
         timeline=plan.timeline,
         flops_per_token={
-            phase.name: flops_per_token(dict(plan.model), phase.seq_len, qk_norm=plan.run.model.qk_norm)
+            phase.name: flops_per_token(plan.model_text, phase.seq_len, qk_norm=plan.run.model.qk_norm)
             for phase in plan.run.phases
         },
         peak_flops_per_rank=peak_flops(device) if device and uses_bf16(plan.deepspeed) else None,

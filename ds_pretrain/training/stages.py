@@ -10,8 +10,8 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.text import say
 from ds_pretrain.models.build import set_recompute
+from ds_pretrain.models.rope import apply_rope
 from ds_pretrain.models.rope_config import describe_rope
-from ds_pretrain.models.rope_live import apply_rope
 
 
 class Stages:

@@ -394,6 +394,32 @@ def test_a_sound_run_passes_the_check(tmp_path: Path, capsys: pytest.CaptureFixt
     assert listing(tmp_path) == before
 
 
+def test_a_quick_check_imports_neither_torch_nor_transformers_and_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = make_run(tmp_path)
+    code = (
+        "import sys, time; from ds_pretrain.commands.cli import main; "
+        f"code = main(['check', {str(run_file)!r}, '--quick']); "
+        "print(code, [m for m in ('torch', 'transformers') if m in sys.modules], time.process_time() < 3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(f"ok         {run_file}\n0 [] True\n")
+    assert (
+        "not checked (--quick): keys and types of the model config, how the model is built, its para"
+        in done.stdout
+    )
+    assert "model      llama: parameters not counted" in done.stdout
+    misspelt = overriding(f"model.config={tmp_path / 'odd.json'}")(tmp_path)
+    (tmp_path / "odd.json").write_text(json.dumps({**LLAMA, "hiden_act": "silu"}))
+    assert main(["check", str(run_file), "--quick", *misspelt]) == 0
+    assert main(["check", str(run_file), *misspelt]) == EXIT_BAD_INPUT
+    assert 'has no key "hiden_act"; did you mean "hidden_act"?' in capsys.readouterr().err
+    monkeypatch.setattr("ds_pretrain.models.config_check._can_import", lambda: False)
+    assert main(["check", str(run_file), *misspelt]) == 0
+    assert "not checked (transformers or torch cannot be imported here): keys and" in capsys.readouterr().out
+
+
 def test_the_process_ends_with_code_2_and_one_message(tmp_path: Path) -> None:
     """Through the interpreter, as a shell starts it."""
     run_file = make_run(tmp_path)

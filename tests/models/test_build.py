@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.build import build_model, model_config, rehearse_build
+from ds_pretrain.models.build import build_model, dry_build
+from ds_pretrain.models.config_check import model_config
 from tests.models import tiny
 
 
@@ -28,7 +29,7 @@ from tests.models import tiny
         ),
         ({"zzz": 3}, 'LlamaConfig has no key "zzz"; remove it'),
         ({"is_encoder_decoder": True}, '"is_encoder_decoder" is true; expected a decoder-only model'),
-        ({"hidden_act": "nope"}, '"hidden_act" = "nope"; expected one of'),
+        ({"attention_bias": "yes"}, '"attention_bias" = "yes": refused by LlamaConfig: Field'),
         ({"hidden_size": 66, "head_dim": 16}, "refused by LlamaConfig"),
         ({"hidden_size": "64"}, '"hidden_size" = "64"; expected a whole number of at least 1'),
         ({"pad_token_id": 9999}, '"pad_token_id" = 9999 is outside the vocabulary of 512'),
@@ -51,13 +52,13 @@ def test_all_problems_of_a_config_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN3, tiny.GPT2, tiny.MIXTRAL, tiny.MAMBA])
-def test_a_rehearsal_passes_for_what_can_be_built(config: dict[str, Any]) -> None:
-    rehearse_build(json.dumps(config), qk_norm=config is tiny.LLAMA)
+def test_a_dry_build_passes_for_what_can_be_built(config: dict[str, Any]) -> None:
+    dry_build(json.dumps(config), qk_norm=config is tiny.LLAMA)
 
 
-def test_a_rehearsal_needs_no_memory_for_the_weights() -> None:
+def test_a_dry_build_needs_no_memory_for_the_weights() -> None:
     huge = {"hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 20}
-    rehearse_build(json.dumps(tiny.LLAMA | huge))  # 100 TB
+    dry_build(json.dumps(tiny.LLAMA | huge))  # 100 TB
 
 
 @pytest.mark.parametrize(
@@ -71,16 +72,21 @@ def test_a_rehearsal_needs_no_memory_for_the_weights() -> None:
         ({"hidden_size": 66, "head_dim": 16}, None, "conf.json: refused by LlamaConfig: "),
         ({}, "flash_attention_9", 'conf.json: "llama" cannot be built (attention flash_attention_9): '),
         ({"model_type": "lama"}, None, 'conf.json: model_type "lama" is no causal language model'),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarm", "factor": 2.0}},
+            None,
+            'conf.json: "llama" cannot be built (attention automatic): KeyError: ',
+        ),
     ],
 )
-def test_a_rehearsal_says_what_is_wrong_and_in_which_file(
+def test_a_dry_build_says_what_is_wrong_and_in_which_file(
     change: dict[str, Any], attention: str | None, message: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        rehearse_build(json.dumps(tiny.LLAMA | change), attention=attention, name="conf.json")
+        dry_build(json.dumps(tiny.LLAMA | change), attention=attention, name="conf.json")
 
 
-def test_a_rehearsal_reports_whatever_the_models_own_code_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_build_reports_whatever_the_models_own_code_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise KeyError("nope")
 
@@ -88,7 +94,7 @@ def test_a_rehearsal_reports_whatever_the_models_own_code_raises(monkeypatch: py
     with pytest.raises(
         InputError, match=r"\"llama\" cannot be built \(attention automatic\): KeyError: 'nope'"
     ):
-        rehearse_build(json.dumps(tiny.LLAMA))
+        dry_build(json.dumps(tiny.LLAMA))
 
 
 def test_an_attention_that_is_not_there_is_an_input_error() -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions of a phase in a model config: both layouts, what stays, and what is refused. No torch."""
+"""Rotary positions of a phase in a model config: what is read, what stays, and what is refused. No torch."""
 
 import json
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.models.config_check import check_model
-from ds_pretrain.models.rope_change import (
+from ds_pretrain.models.config_check import check_model, without_transformers
+from ds_pretrain.models.rope_config import (
+    describe_rope,
     rope_change_problems,
     rope_change_warnings,
+    rope_state,
     rope_value_problems,
+    with_rope,
 )
-from ds_pretrain.models.rope_config import describe_rope, rope_state, with_rope
 from tests.models import tiny
 
 WHERE = "long.rope"
@@ -42,6 +44,7 @@ GEMMA3 = tiny.GEMMA3 | {
     },
 }
 YARN = RopeSection(kind="yarn", factor=4.0)
+YARN_TABLE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 1024}
 
 
 def _problems(model: dict[str, Any], rope: RopeSection | None, seq_len: int) -> list[str]:
@@ -56,21 +59,24 @@ def _same_elsewhere(new: dict[str, Any], old: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("model", "rope", "expected"),
     [
-        (OLD, RopeSection(theta=8e6), {"rope_theta": 8e6, "rope_scaling": None}),
-        (OLD_YARN, RopeSection(theta=8e6), {"rope_theta": 8e6, "rope_scaling": OLD_YARN["rope_scaling"]}),
+        (OLD, RopeSection(theta=8e6), {"rope_parameters": {"rope_type": "default", "rope_theta": 8e6}}),
         (
             OLD_YARN,
             RopeSection(factor=64.0),
-            {"rope_theta": 20_000.0, "rope_scaling": OLD_YARN["rope_scaling"] | {"factor": 64.0}},
+            {"rope_parameters": YARN_TABLE | {"rope_theta": 20_000.0, "factor": 64.0}},
         ),
-        (OLD_YARN, RopeSection(kind="default"), {"rope_theta": 20_000.0, "rope_scaling": None}),
+        (
+            OLD_YARN,
+            RopeSection(kind="default"),
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}},
+        ),
         (
             OLD,
             YARN,
             {
-                "rope_theta": 20_000.0,
-                "rope_scaling": {
-                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0,
+                    "original_max_position_embeddings": 4096,
                 },
             },
         ),
@@ -108,7 +114,7 @@ def _same_elsewhere(new: dict[str, Any], old: dict[str, Any]) -> bool:
         ),
     ],
 )  # fmt: skip
-def test_a_change_keeps_the_layout_and_all_that_it_does_not_name(
+def test_a_change_keeps_all_that_it_does_not_name(
     model: dict[str, Any], rope: RopeSection, expected: dict[str, Any]
 ) -> None:
     before = json.dumps(model)
@@ -118,7 +124,7 @@ def test_a_change_keeps_the_layout_and_all_that_it_does_not_name(
     new = with_rope(model, rope, 16_384)
     assert {key: new[key] for key in expected} == expected
     assert new["max_position_embeddings"] == 16_384
-    assert new.keys() <= model.keys() | expected.keys()
+    assert not {"rope_theta", "rope_scaling"} & new.keys()
     assert _same_elsewhere(new, model)
     assert check_model(json.dumps(new)) == []
     assert json.dumps(model) == before
@@ -136,24 +142,9 @@ def test_p58_a_scaling_keeps_the_length_that_it_extends_when_the_positions_grow(
     new = with_rope(BASE | {"rope_parameters": table}, None, 16_384)
     assert new["rope_parameters"] == table | {"original_max_position_embeddings": 4096}
     old = BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
-    assert with_rope(old, RopeSection(theta=1e6), 16_384)["rope_scaling"] == {
-        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+    assert with_rope(old, RopeSection(theta=1e6), 16_384)["rope_parameters"] == table | {
+        "rope_theta": 1e6, "original_max_position_embeddings": 4096,
     }  # fmt: skip
-
-
-def test_theta_changes_wherever_the_config_has_it() -> None:
-    inside = OLD_YARN["rope_scaling"] | {"rope_theta": 3e4}
-    new = with_rope(BASE | {"rope_scaling": inside}, RopeSection(theta=8e6), 4096)
-    assert (new["rope_scaling"]["rope_theta"], new["rope_theta"]) == (8e6, 8e6)
-    new = with_rope(NEW | {"rope_theta": 5e4}, RopeSection(theta=8e6), 4096)
-    assert (new["rope_parameters"]["rope_theta"], new["rope_theta"]) == (8e6, 8e6)
-    silent = BASE | {"rope_scaling": None}
-    assert with_rope(silent, RopeSection(theta=8e6), 4096) == silent | {"rope_theta": 8e6}
-
-
-def test_a_scaling_that_would_reach_the_sliding_window_too_is_refused() -> None:
-    (problem,) = _problems({"model_type": "modernbert-decoder"}, RopeSection(theta=1e6), 4096)
-    assert "has rotary parameters for each kind of layer" in problem
 
 
 def test_a_kind_that_follows_the_length_keeps_its_theta() -> None:
@@ -175,9 +166,11 @@ def test_changes_of_several_phases_add_up() -> None:
 
 
 def test_the_names_of_other_families_are_used() -> None:
-    neox = {"model_type": "gpt_neox", "rotary_emb_base": 10_000, "rotary_pct": 0.25}
-    assert with_rope(neox, RopeSection(theta=1e6), 4096) == neox | {
-        "rotary_emb_base": 1e6, "max_position_embeddings": 4096,
+    neox = {"model_type": "gpt_neox", "rotary_emb_base": 20_000, "rotary_pct": 0.25}
+    assert rope_state(neox).theta == 20_000
+    assert with_rope(neox, RopeSection(theta=1e6), 4096) == {
+        "model_type": "gpt_neox", "rotary_pct": 0.25, "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     }  # fmt: skip
 
 
@@ -218,6 +211,14 @@ def test_what_a_config_does_not_say_is_what_its_class_declares(
     assert (table["rope_theta"], made.max_position_embeddings) == expected
 
 
+def test_without_transformers_positions_are_read_as_they_are_written() -> None:
+    with without_transformers():
+        assert rope_state(OLD_YARN).theta == rope_state(NEW).theta == 20_000.0
+        assert rope_state(GEMMA3).theta == 1e6
+        assert rope_state(OLD_YARN).factor == 16.0
+        assert rope_state(BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}).theta == 1e4
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -226,7 +227,7 @@ def test_what_a_config_does_not_say_is_what_its_class_declares(
         (LLAMA31, "llama3, theta 500,000, factor 8 x 8,192 positions, 131,072 positions"),
         (GEMMA3, "default, theta 1,000,000, 4,096 positions (full attention; other layers unchanged)"),
         (tiny.GPT2, "no rotary positions"),
-        ({"model_type": "gpt_oss"}, "rotary parameters that gpt_oss fills in itself"),
+        ({"model_type": "gpt_oss"}, "yarn, theta 150,000, factor 32 x 4,096 positions, 131,072 positions"),
     ],
 )
 def test_one_line_describes_the_positions(model: dict[str, Any], words: str) -> None:
@@ -239,33 +240,25 @@ REFUSED: dict[str, tuple[dict[str, Any], RopeSection | None, int, str]] = {
         'long.rope: "gpt2" has no rotary positions to change; remove it, or choose a family that has '
         'them, such as "llama" or "qwen3"',
     ),
-    "a scaling that a family does not read": (
-        {"model_type": "exaone"}, RopeSection(kind="yarn", factor=16.0), 4096,
-        'long.rope.kind = "yarn": "exaone" has no rotary scalings; raise theta, or choose another model',
-    ),
     "two layouts": (
         NEW | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, RopeSection(theta=1e6), 4096,
         'long.rope: the model config has both "rope_parameters" and "rope_scaling"; keep the first alone',
     ),
     "layers without full attention": (
-        BASE | {"rope_parameters": {"main": {"rope_theta": 1e4}, "compress": {"rope_theta": 1e4}}},
+        {"model_type": "deepseek_v4"},
         RopeSection(theta=1e6), 4096,
         'long.rope: "rope_parameters" has tables for "main", "compress" and none for "full_attention", '
         "the only one that a phase can change; leave its rotary positions as they are",
     ),
-    "parameters of a family's own": (
-        {"model_type": "gpt_oss"}, RopeSection(theta=1e6), 4096,
-        'long.rope: "gpt_oss" fills in rotary parameters of its own; write them into the model config as '
-        '"rope_parameters", so that a phase can change them',
-    ),
     "one table where each kind of layer has one": (
         tiny.GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, RopeSection(theta=1e6), 4096,
-        'long.rope: "gemma3_text" has rotary parameters for each kind of layer; write them so into the '
-        'model config: "rope_parameters": {"full_attention": {...}, "sliding_attention": {...}}',
+        'long.rope: "gemma3_text" reads rope_theta = 1000000.0 where 10000.0 is meant; write '
+        '"rope_parameters" into the model config, as Transformers does for this family',
     ),
     "a name that a family does not read": (
         tiny.GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeSection(theta=1e6), 4096,
-        'long.rope: "gemma3_text" does not read "type" in "rope_scaling"; write "rope_type"',
+        'long.rope: "gemma3_text" reads rope_type = default where linear is meant; write '
+        '"rope_parameters" into the model config, as Transformers does for this family',
     ),
     "a key of another kind": (
         NEW, RopeSection(kind="yarn", factor=4.0, low_freq_factor=1.0), 8192,
@@ -363,6 +356,10 @@ def test_p58_a_factor_without_sound_tables_is_refused_and_so_are_values_of_the_c
     theta, factor = rope_value_problems(old, "m.json")
     assert theta.startswith('m.json: "rope_theta" = 1: expected 2 to')
     assert factor.startswith('m.json: "factor" = 1e+09: expected at most')
+    half = tiny.LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}
+    assert rope_value_problems(half, "m.json") == [
+        'm.json: "factor" = 0.5 of rotary positions; expected a number of at least 1'
+    ]
     [words] = rope_value_problems(tiny.LLAMA | {"rope_theta": "many"}, "m.json")
     assert words == 'm.json: rotary parameters should be numbers, found {"rope_theta": "many"}'
     assert rope_value_problems(tiny.LLAMA, "m.json") == rope_value_problems(tiny.GPT2, "m.json") == []

@@ -12,8 +12,8 @@ from ds_pretrain.config.timeline import Stage, Timeline, make_timeline, parse_du
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.metrics import StepRecord
+from ds_pretrain.models.flops import peak_flops
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.monitor.peak import peak_flops
 from tests.timelines import single_phase
 
 RECORD = StepRecord(

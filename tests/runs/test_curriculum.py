@@ -9,9 +9,9 @@ import pytest
 from ds_pretrain.commands.cli import main
 from ds_pretrain.commands.sample import trained_model
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.models import rope_live
 from ds_pretrain.training.curriculum import model_text
 from ds_pretrain.watchdog.rollback_log import read_cure
+from tests.models.rope_reference import check_rope
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
 from tests.runs.golden import resumed_at, run_rank, run_until, trace, validations
@@ -104,7 +104,7 @@ def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) 
     assert saved["rope_parameters"]["rope_theta"] == 8e4
     assert model_text(plan, LONG) == (folder / "model.json").read_text()  # of before the change, as it was
     model = trained_model(plan, last)
-    assert rope_live.check_rope(model).problems == ()
+    assert check_rope(model).problems == ()
     assert model.config.rope_parameters["rope_theta"] == 8e4
 
 

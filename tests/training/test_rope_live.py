@@ -10,11 +10,11 @@ import torch
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.schema import RopeSection
 from ds_pretrain.core.distributed import World
-from ds_pretrain.models.rope_check import TOLERANCE, check_rope
+from ds_pretrain.models.rope import apply_rope
 from ds_pretrain.models.rope_config import with_rope
-from ds_pretrain.models.rope_live import apply_rope
 from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, step_on, uneven_batch, whole_weights
+from tests.models.rope_reference import TOLERANCE, check_rope
 from tests.models.tiny import rotary_tables
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json, make_run
