@@ -48,6 +48,7 @@ from ds_pretrain.data.validation_set import make_validation_set
 from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.resume import Wish
 from ds_pretrain.training.setup import open_run_engine
@@ -255,8 +256,8 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
     initialize_distributed(world)
     engines: list[Engine] = []
 
-    def opened(plan: Plan, world: World) -> Engine:
-        engines.append(open_run_engine(plan, world))
+    def opened(plan: Plan, world: World, base: Base | None) -> Engine:
+        engines.append(open_run_engine(plan, world, base))
         return engines[-1]
 
     with (

@@ -40,6 +40,7 @@ from ds_pretrain.data.loader import MicroBatch
 from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.engine.engine import Engine, Update, ZeroEngine
 from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_feed, open_run_engine
 
@@ -135,8 +136,8 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
     batches = read_batches(plan, world)
     in_turn: list[InTurn] = []
 
-    def open_in_turn(plan: Plan, world: World) -> Engine:
-        engine = cast(ZeroEngine, open_run_engine(plan, world))
+    def open_in_turn(plan: Plan, world: World, base: Base | None) -> Engine:
+        engine = cast(ZeroEngine, open_run_engine(plan, world, base))
         in_turn.append(InTurn(engine, batches))
         vars(engine)["step"] = in_turn[0].step
         return engine

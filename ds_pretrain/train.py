@@ -17,7 +17,6 @@ from time import perf_counter
 import torch.distributed as dist
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.triggers import due_by_count, ends_phase
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, barrier, on_main
 from ds_pretrain.core.errors import (
@@ -105,7 +104,7 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: RunLock, wish: Wish 
         _nothing_left(plan, shipping, world)
         return
     found = found and store.fitted(found, plan.deepspeed, places, world, tell)
-    engine = open_run_engine(plan, world)
+    engine = open_run_engine(plan, world, inputs.base)
     stages = open_stages(plan, engine, world)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
@@ -170,7 +169,7 @@ def _train_from(state: RunState, parts: _Parts) -> None:
         rate = plan.rate(state.step, state.num_updates)
         limit = parts.watchdog.norm_limit(state)
         losses, update = take_step(engine, batch, rate, plan.run.model.z_loss, world, limit)
-        step, shared = measure(plan, state, batch, losses, update, started, saver, parts.stop, world)
+        step, shared = measure(plan, state, batch, rate, losses, update, started, saver, parts.stop, world)
         parts.monitor.step(step)
         state, verdict = parts.watchdog.judge(state, step, shared.rank_losses, batch.ids)
         saver.advance(shared.stages, shared.probe if verdict.action == "ok" else None)
@@ -215,12 +214,12 @@ def _report(state: RunState, seq_len: int, parts: _Parts) -> None:
     """
     plan, step, section = parts.plan, state.step, parts.plan.run.validation
     is_last = step == plan.last_step
-    validates = section is not None and (is_last or due_by_count([section.every], step, plan.timeline))
+    validates = section is not None and (is_last or section.is_due(step, plan.timeline))
     if section is not None and validates:
         sets, micro = parts.validation[seq_len], plan.micro_sequences(step - 1)
         found = evaluate(parts.engine, sets, micro, parts.world, section.retrieval)
         parts.monitor.validation(step, found.losses, found.by_position, found.retrieval)
-    if validates or is_last or ends_phase(step, plan.timeline):
+    if validates or is_last or plan.timeline.ends_phase(step):
         read = read_so_far(parts.feed.sampler, step, state.ledger)
         sources = {name: asdict(source) for name, source in read.items()}
         parts.monitor.event("data", step=step, phase=plan.timeline.at(step - 1).phase, sources=sources)

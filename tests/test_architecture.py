@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.config.deepspeed_keys import (
-    KNOWN_SUBKEYS,
-    LION_PARAMS,
-    NATIVE_ADAM_PARAMS,
-    TOP_LEVEL_KEYS,
-    TORCH_ADAM_PARAMS,
-    ZERO_KEYS,
-)
+from ds_pretrain.config.deepspeed import Bf16, DeepSpeedJson, Lion, NativeAdam, TorchAdam, ZeroOptimization
 
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "ds_pretrain"
@@ -67,14 +60,11 @@ LONGEST_FUNCTION = 60
 # What the DeepSpeed JSON owns, by its own names and by those that other trainers give it. `checkpoint` is a
 # section of both: how often to save is the run file's, how shards are written is the JSON's.
 OWNED_BY_DEEPSPEED = (
-    (
-        TOP_LEVEL_KEYS
-        | ZERO_KEYS
-        | NATIVE_ADAM_PARAMS
-        | TORCH_ADAM_PARAMS
-        | LION_PARAMS
-        | KNOWN_SUBKEYS["bf16"]
-    )
+    {
+        key
+        for section in (DeepSpeedJson, ZeroOptimization, NativeAdam, TorchAdam, Lion, Bf16)
+        for key in section.model_fields
+    }
     | {"precision", "dtype", "fp16", "fp32", "mixed_precision", "zero", "zero_stage", "offload"}
     | {"clip", "clipping", "clip_grad", "grad_clip", "max_grad_norm", "beta1", "beta2", "lr", "scheduler"}
 ) - {"checkpoint"}
@@ -83,8 +73,6 @@ OWNED_BY_DEEPSPEED = (
 # Edges that still have to be cut; the list ends empty.
 TO_CUT = {
     "checkpoint.retention imports watchdog.policy",
-    "config.plan (layer 1) imports models.pretrained (layer 2)",
-    "config.plan (layer 1) imports watchdog.policy (layer 2)",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
     "core.on_main imports torch through checkpoint.rng, and has to work without",
 }

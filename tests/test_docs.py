@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ds_pretrain.config.complaints import section_models
+from ds_pretrain.config.loader import section_models
 from ds_pretrain.config.schema import Run, SourceSection
 
 ROOT = Path(__file__).parent.parent

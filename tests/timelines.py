@@ -1,8 +1,34 @@
-"""Timelines for tests of what does not look at phases."""
+"""Timelines, phases and schedules for tests of what does not look at a run file."""
 
-from ds_pretrain.config.timeline import Duration, Stage, Timeline, make_timeline, parse_duration
+from ds_pretrain.config.plan import make_timeline
+from ds_pretrain.config.schedule import Shape
+from ds_pretrain.config.schema import CosineSection, PhaseSection, WsdSection
+from ds_pretrain.config.timeline import Duration, Timeline, steps
 
 
-def single_phase(phase: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
+def single_phase(name: str, seq_len: int, sequences: int, length: Duration) -> Timeline:
     """The timeline of a run with one phase and one batch size."""
-    return make_timeline([Stage(phase, seq_len)], [(parse_duration("0 steps"), seq_len * sequences)], length)
+    return make_timeline([phase(name, seq_len)], [(steps(0), seq_len * sequences)], length)
+
+
+def phase(name: str, seq_len: int, start: Duration | None = None) -> PhaseSection:
+    """A phase of a run file."""
+    return PhaseSection(name=name, seq_len=seq_len, mixture={"text": 1.0}, start=start)
+
+
+def cosine(peak: float, length: int, warmup: int, floor: float) -> CosineSection:
+    """A cosine in steps."""
+    return CosineSection(kind="cosine", length=steps(length), peak=peak, warmup=steps(warmup), floor=floor)
+
+
+def wsd(peak: float, length: int, warmup: int, decay: int, shape: Shape, floor: float) -> WsdSection:
+    """A schedule with a decay, in steps."""
+    return WsdSection(
+        kind="wsd",
+        length=steps(length),
+        peak=peak,
+        warmup=steps(warmup),
+        decay=steps(decay),
+        shape=shape,
+        floor=floor,
+    )

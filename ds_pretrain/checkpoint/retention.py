@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_pretrain.checkpoint.manifest import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
 from ds_pretrain.checkpoint.universal_layout import orphans
-from ds_pretrain.config.spans import Multiples
+from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState
 from ds_pretrain.watchdog.policy import is_abandoned

@@ -1,21 +1,9 @@
-"""When a checkpoint is due."""
+"""When a checkpoint is due by the clock."""
 
 from collections.abc import Sequence
 from time import monotonic
 
-from ds_pretrain.config.spans import multiples
-from ds_pretrain.config.timeline import Duration, Timeline
-
-
-def due_by_count(triggers: Sequence[Duration], step: int, timeline: Timeline) -> bool:
-    """True if `step` finished steps, or the tokens they read, pass a multiple of a trigger."""
-    counted = [multiples(trigger, timeline) for trigger in triggers if trigger.unit in ("steps", "tokens")]
-    return any(one.before(step) > one.before(step - 1) for one in counted)
-
-
-def ends_phase(step: int, timeline: Timeline) -> bool:
-    """True if the next step is the first of another phase."""
-    return step < timeline.last_step and timeline.at(step).phase != timeline.at(step - 1).phase
+from ds_pretrain.config.timeline import Duration
 
 
 class WallClock:

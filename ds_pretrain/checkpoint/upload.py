@@ -34,7 +34,7 @@ from ds_pretrain.checkpoint.manifest import (
 )
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, doomed, is_shipped, manifest_sum
-from ds_pretrain.config.spans import Multiples
+from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import FileLock, checksum, write_atomic, write_point
 from ds_pretrain.core.redact import scrubbed

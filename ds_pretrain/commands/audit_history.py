@@ -103,8 +103,10 @@ def _start_folder(out: Path, said: Path) -> Path:
 
 
 def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
-    try:  # what it was validated on is not asked for
-        inputs = open_inputs(replace(plan, run=plan.run.model_copy(update={"validation": None})))
+    model = plan.run.model.model_copy(update={"base": None})
+    run = plan.run.model_copy(update={"validation": None, "model": model})
+    try:  # of what the run file names, its training data alone
+        inputs = open_inputs(replace(plan, run=run))
     except InputError as error:
         where = f"; relative paths are taken from {Path.cwd()}, another place is sources.NAME=PATH"
         raise InputError([problem + where for problem in error.problems]) from None

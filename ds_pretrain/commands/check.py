@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 from ds_pretrain.commands.save_advice import interval_lines
 from ds_pretrain.commands.train import world_source
-from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.launch.hostfile import num_ranks, read_hostfile
 from ds_pretrain.models.config_check import asks_transformers, without_transformers
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.preflight import build_problems, find_problems, open_inputs, summary
 
 
@@ -31,18 +32,21 @@ def _check(words: argparse.Namespace) -> int:
     inputs = open_inputs(plan)
     problems = find_problems(plan, inputs, world_size, world_source(words))
     if not problems and asks_transformers():
-        problems = build_problems(plan)
+        problems = build_problems(plan, inputs.base)
     if problems:
         raise InputError(problems)
-    for line in (*summary(plan, inputs, world_size), *_model_lines(plan, words.quick), *interval_lines(plan)):
+    for line in (
+        *summary(plan, inputs, world_size),
+        *_model_lines(inputs.base, words.quick),
+        *interval_lines(plan),
+    ):
         print(line)
     print(f"ok         {words.run_file}")
     return 0
 
 
-def _model_lines(plan: Plan, quick: bool) -> Iterator[str]:
+def _model_lines(base: Base | None, quick: bool) -> Iterator[str]:
     """What was looked at in the model's own code, or that it was not."""
-    base = plan.base
     if not asks_transformers():
         why = "--quick" if quick else "transformers or torch cannot be imported here"
         weights = f", and whether the tensors of {base.folder} fit it" if base else ""

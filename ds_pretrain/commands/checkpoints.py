@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_pretrain.config.paths import place_text
 from ds_pretrain.config.plan import load_plan
+from ds_pretrain.config.schema import check_place
 from ds_pretrain.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def parent_place(run: str) -> "Path | Remote":
 
     if "://" in run:
         try:
-            return remote_at(place_text(run))
+            return remote_at(check_place(run))
         except ValueError as error:
             raise InputError(str(error)) from None
     if (path := Path(run)).is_dir():

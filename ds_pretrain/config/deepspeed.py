@@ -1,80 +1,304 @@
-"""The DeepSpeed JSON: read, checked against the run file, and resolved for the engine.
+"""The DeepSpeed JSON: its keys and values, what is refused and why, and what the engine is opened with.
 
 DeepSpeed ignores a misspelt top-level key without a word, takes a rate from its own scheduler when it finds
 one, and fails minutes into a start for the rest. So everything that can be known from the text is checked
-here, without importing DeepSpeed. `deepspeed_keys.py` lists its keys,
-`deepspeed_values.py` what each may hold.
+here, without importing DeepSpeed. Keys, types and bounds are those of DeepSpeed 0.19.8
+(https://www.deepspeed.ai/docs/config-json/); tests compare them with its source, so that a moved pin is
+noticed.
 """
 
-import difflib
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from copy import deepcopy
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Literal
 
-from ds_pretrain.config.deepspeed_keys import (
-    KNOWN_SUBKEYS,
-    LION_PARAMS,
-    NATIVE_ADAM_PARAMS,
-    OPTIMIZERS,
-    REFUSED_CHECKPOINT_KEYS,
-    REFUSED_KEYS,
-    REFUSED_ZERO_KEYS,
-    TOP_LEVEL_KEYS,
-    TORCH_ADAM_PARAMS,
-    ZERO_KEYS,
+from pydantic import BeforeValidator, Field, create_model
+
+from ds_pretrain.config.loader import explain, find_errors
+from ds_pretrain.config.schema import Fraction01, Positive, Run, Section, as_tuple, one_or_more
+from ds_pretrain.config.timeline import Timeline
+
+VERSIONS = ((0, 19, 8), (0, 20))  # from the first on, below the second; pyproject.toml says the same
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8, as many write it
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+_Whole = Annotated[int, BeforeValidator(_whole)]
+_Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+_Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+_Number = Annotated[float, Field(ge=0)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(as_tuple)]
+_Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+_TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
+_Device = Literal["none", "cpu", "nvme"]
+_Passes = Annotated[tuple[Literal["z1", "z3", "autosp", "autotp"], ...], BeforeValidator(as_tuple)]
+_Dtype = Literal["fp32", "bf16", "float32", "bfloat16", "torch.float32", "torch.bfloat16"]
+_Autocast = Literal["bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"]
+_Communication = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_lower)]
+_LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+_TagValidation = Annotated[Literal["warn", "ignore", "fail"], BeforeValidator(_lower)]
+
+
+def _section(name: str, *groups: tuple[Any, str], required: tuple[str, ...] = ()) -> type[Section]:
+    """A section of the JSON: groups of keys that hold values of one type. Most keys may be left out."""
+    fields: dict[str, Any] = {key: (kind, None) for kind, keys in groups for key in keys.split()}
+    fields |= {key: (fields[key][0], ...) for key in required}
+    return create_model(name, __base__=Section, **fields)
+
+
+Bf16 = _section(
+    "Bf16",
+    (bool, "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads"),
+    (bool, "bf16_optimizer_states"),
 )
-from ds_pretrain.config.deepspeed_values import (
-    COUNT,
-    FACTOR,
-    INTEGER,
-    OPTIMIZER_PARAMS,
-    SHARE,
-    STAGE,
-    VALUES,
-    Kind,
+OffloadOptimizer = _section(
+    "OffloadOptimizer",
+    (_Device, "device"),
+    (str | None, "nvme_path"),
+    (_Size, "buffer_count"),
+    (bool, "pin_memory pipeline_read pipeline_write fast_init super_offload"),
+    (Fraction01, "ratio cpuadam_cores_perc"),
 )
-from ds_pretrain.config.timeline import accumulation as accumulation_of_world
-from ds_pretrain.core.text import parse_json, shown
+OffloadParam = _section(
+    "OffloadParam",
+    (_Device, "device"),
+    (str | None, "nvme_path"),
+    (_Size, "buffer_count buffer_size max_in_cpu"),
+    (bool, "pin_memory"),
+)
+ZeroOptimization = _section(
+    "ZeroOptimization",
+    (Annotated[int, Field(ge=1, le=3)], "stage"),
+    (bool, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"),
+    (bool, "stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params"),
+    (bool, "stage3_allgather_sequential ignore_unused_parameters round_robin_gradients parameter_alignment"),
+    (bool, "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
+    (bool, "memory_efficient_linear override_module_apply log_trace_cache_warnings enable_sanity_checks"),
+    (_Size, "allgather_bucket_size sub_group_size stage3_prefetch_bucket_size zero_hpz_partition_size"),
+    (_Size, "stage3_param_persistence_threshold stage3_model_persistence_threshold"),
+    (_Size, "stage3_max_live_parameters stage3_max_reuse_distance"),
+    (_Count, "reduce_bucket_size"),
+    (_Whole, "stage3_module_granularity_threshold"),
+    (bool | None, "overlap_comm"),
+    (OffloadParam | None, "offload_param"),
+    (OffloadOptimizer | None, "offload_optimizer"),
+    (_section("LeafModule", (_TextOrTexts, "classes names name_suffixes")) | None, "leaf_module"),
+    required=("stage",),
+)
+_Compile = _section(
+    "Compile",
+    (bool, "deepcompile autoep_non_moe free_activation offload_activation double_buffer debug_log"),
+    (bool, "offload_activation_pin_memory offload_opt_states symmetric_memory offload_parameters"),
+    (bool, "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather"),
+    (bool, "keep_int_input_tensors keep_all_input_tensors"),
+    (_Whole, "free_activation_threshold"),
+    (_Passes | None, "passes"),
+)
+_FlopsProfiler = _section(
+    "FlopsProfiler",
+    (bool, "enabled detailed"),
+    (_Count, "profile_step top_modules"),
+    (_Whole, "module_depth"),
+    (_Number, "recompute_fwd_factor"),
+    (str | None, "output_file"),
+)
+_ActivationCheckpointing = _section(
+    "ActivationCheckpointing",
+    (bool, "partition_activations contiguous_memory_optimization cpu_checkpointing profile"),
+    (bool, "synchronize_checkpoint_boundary"),
+    (_Count | None, "number_checkpoints"),
+)
+_Aio = _section(
+    "Aio",
+    (_Count, "block_size queue_depth intra_op_parallelism"),
+    (bool, "single_submit overlap_events use_gds"),
+)
+_CommsLogger = _section("CommsLogger", (bool, "enabled prof_all verbose debug"), (_Texts, "prof_ops"))
+_TorchAutocast = _section(
+    "TorchAutocast",
+    (bool, "enabled"),
+    (_Autocast, "dtype"),
+    (_Texts | None, "lower_precision_safe_modules"),
+)
+_Checkpoint = _section(
+    "Checkpoint",
+    (_TagValidation, "tag_validation"),
+    (_section("ParallelWrite", (bool, "pipeline_stage")), "parallel_write"),
+)
+# What `optimizer.params` may hold besides `lr`, which the run file owns. An unknown one is an exception in
+# the optimizer's constructor, minutes into a start.
+_ADAM = (
+    (_Betas, "betas"),
+    (_Number, "eps weight_decay"),
+    (bool, "torch_adam adam_w_mode fp32_optimizer_states"),
+)
+NativeAdam = _section("NativeAdam", *_ADAM, (bool, "bias_correction"))  # DeepSpeed's own, fused or on the CPU
+TorchAdam = _section("TorchAdam", *_ADAM, (bool, "amsgrad capturable"), (bool | None, "foreach fused"))
+Lion = _section("Lion", (_Betas, "betas"), (_Number, "weight_decay"))
+_Optimizer = _section(
+    "Optimizer",
+    (Literal["AdamW", "Adam", "Lion"], "type"),
+    (dict[str, Any], "params"),
+    (bool, "legacy_fusion"),
+    required=("type",),
+)
+# All keys that mean something to a pretraining run. Any other is refused: DeepSpeed would ignore it.
+DeepSpeedJson = _section(
+    "DeepSpeedJson",
+    (_ActivationCheckpointing, "activation_checkpointing"),
+    (_Aio, "aio"),
+    (Bf16, "bf16"),
+    (_Checkpoint, "checkpoint"),
+    (_CommsLogger, "comms_logger"),
+    (_Compile, "compile"),
+    (_section("DataTypes", (_Dtype | None, "grad_accum_dtype")), "data_types"),
+    (_FlopsProfiler, "flops_profiler"),
+    (_Optimizer, "optimizer"),
+    (_section("Timers", (_section("Throughput", (bool, "enabled synchronized")), "throughput")), "timers"),
+    (_TorchAutocast, "torch_autocast"),
+    (ZeroOptimization, "zero_optimization"),
+    (bool, "disable_allgather disable_python_gc dump_state managed_gradient_accumulation memory_breakdown"),
+    (bool, "prescale_gradients wall_clock_breakdown zero_allow_untested_optimizer"),
+    (bool, "zero_force_ds_cpu_optimizer"),
+    (_Count | None, "gradient_accumulation_steps steps_per_print train_batch_size sequence_parallel_size"),
+    (_Count | None, "train_micro_batch_size_per_gpu"),
+    (_Communication | None, "communication_data_type"),
+    (Literal["mean"], "gradient_allreduce_op"),  # for which the loss is normalized over the global batch
+    (_Number, "gradient_clipping"),
+    (Positive, "gradient_predivide_factor"),
+    (_LogLevel | None, "log_level"),
+    required=("optimizer", "zero_optimization"),
+)
+
+# Keys that DeepSpeed knows and that cannot be used here, each with the reason and the way round.
+REFUSED_KEYS = {
+    "scheduler": "the rate comes from [schedule] of the run file; delete it",
+    "fp16": "train in bf16 or fp32; fp16's loss scaling skips updates, and a resumed run would not be exact",
+    "elasticity": "DeepSpeed removed it; a run resumes on another number of ranks by itself",
+    "curriculum_learning": "DeepSpeed removed it; sequence lengths come from [[phases]] of the run file",
+    "data_efficiency": "the order of the data comes from the run file; delete it",
+    "wandb": "Weights & Biases is set by [monitor] wandb in the run file; delete it",
+    "tensorboard": "metrics go to metrics.jsonl and Weights & Biases; delete it",
+    "csv_monitor": "metrics go to metrics.jsonl and Weights & Biases; delete it",
+    "comet": "metrics go to metrics.jsonl and Weights & Biases; delete it",
+    "pipeline": "pipeline parallelism is not supported; delete it",
+    "tensor_parallel": "tensor parallelism is not supported; delete it",
+    "expert_parallel": "expert parallelism is not supported; delete it",
+    "hybrid_engine": "it is for reinforcement learning; delete it",
+    "autotuning": "it relaunches the job by itself; delete it",
+    "nebula": "DeepSpeed removed it; delete it",
+    "amp": "DeepSpeed removed it; use bf16",
+    "bfloat16": "it is the old name; write bf16",
+    "compression_training": "compression is not for pretraining; delete it",
+    "quantize_training": "compression is not for pretraining; delete it",
+    "weight_quantization": "compression is not for pretraining; delete it",
+    "eigenvalue": "compression is not for pretraining; delete it",
+    "progressive_layer_drop": "dropping layers by progress is not supported; delete it",
+    "sparse_attention": "DeepSpeed removed it; the kernel is [model] attention of the run file",
+    "sparse_gradients": "gradients of embeddings are dense here; delete it",
+    "graph_harvesting": "DeepSpeed removed it; delete it",
+    "datastates_ckpt": "DeepSpeed's other writers cannot load what they save; delete it",
+    "dataloader_drop_last": "the order of the data comes from the run file; delete it",
+    "seq_parallel_communication_data_type": "DeepSpeed is not told which ranks share a sequence; delete it",
+    "use_data_before_expert_parallelism": "expert parallelism is not supported; delete it",
+    "vocabulary_size": "it comes from the model config; delete it",
+}
+# Keys of `zero_optimization` that cannot be used here, each with the reason and the way round.
+REFUSED_ZERO_KEYS = {
+    "compute_grad_norm": "the norm is logged and watched; delete it",
+    "cpu_offload": "it is deprecated; write offload_optimizer",
+    "cpu_offload_param": "it is deprecated; write offload_param",
+    "cpu_offload_use_pin_memory": "it is deprecated; write pin_memory in offload_optimizer or offload_param",
+    "elastic_checkpoint": "a run resumes on another number of ranks by itself; delete it",
+    "legacy_stage1": "DeepSpeed removed it; delete it",
+    "load_from_fp32_weights": "a resume loads the fp32 masters; delete it",
+    "pipeline_loading_checkpoint": "a resume must be exact; delete it",
+    "save_muon_momentum_buffer_in_memory": "Muon is not supported; delete it",
+    "stage3_gather_fp16_weights_on_model_save": (
+        "it is deprecated; write stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zenflow": "asynchronous updates cannot be resumed exactly; delete it",
+}
+REFUSED_CHECKPOINT_KEYS = {
+    "load_universal": "resuming converts by itself when it has to; delete it",
+    "use_node_local_storage": "a checkpoint is verified as one folder; delete it",
+    "writer": "DeepSpeed's other writers cannot load what they save; delete it",
+}
+REFUSED = {"": REFUSED_KEYS, "zero_optimization": REFUSED_ZERO_KEYS, "checkpoint": REFUSED_CHECKPOINT_KEYS}
 
 
-def parse_deepspeed(text: str, name: str) -> dict[str, Any]:
-    """The JSON as a dict. Raises InputError on a syntax error or a key given twice."""
-    return parse_json(text, name)
-
-
-def check_deepspeed(
-    config: Mapping[str, Any],
-    name: str,
-    run_name: str,
-    *,
-    peak: float,
-    sequences: int,
-    micro_sequences: int,
-    accumulation: int | None = None,
-    varies: bool = False,
-    world_size: int | None = None,
-) -> list[str]:
-    """Every problem in the JSON, alone and against the run file; both files and both values are named.
-
-    `sequences` and `micro_sequences` are those of the first step; `varies`: other steps have others.
-    """
-    readers = (world_size or 0) // sequence_parallel_size(config)
-    derived = accumulation_of_world(sequences, micro_sequences, readers) if readers else None
+def check_deepspeed(config: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> list[str]:
+    """Every problem in the JSON, alone and against the run file; both files and both values are named."""
+    sound = deepcopy(dict(config))
     problems = [
-        *_auto_values(config, name),
-        *_top_level(config, name),
-        *_unknown_subkeys(config, name),
-        *_wrong_values(config, name),
-        *_batch(config, name, run_name, sequences, micro_sequences, accumulation or derived, varies),
-        *_optimizer(config, name, run_name, peak),
-        *_zero(config, name, world_size),
-        *_pairs(config, name),
+        *_refused(sound),
+        *_wrong_values(sound, DeepSpeedJson),
+        *_optimizer(sound, run, run_path),
+        *_batch(sound, run, timeline, run_path),
+        *_pairs(sound),
     ]
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys(f"{run.deepspeed}: {problem}" for problem in problems))
 
 
-def resolve_deepspeed(
-    config: Mapping[str, Any], *, peak: float, micro_sequences: int, steps_per_print: int | None = None
-) -> dict[str, Any]:
+def check_ranks(
+    config: Mapping[str, Any], world_size: int, accumulation: int | None, run_path: str
+) -> Iterator[str]:
+    """What a checked JSON sets that does not go with the ranks or the accumulation of the first step."""
+    partition = config["zero_optimization"].get("zero_hpz_partition_size") or 1
+    if world_size % partition:
+        yield (
+            f"`zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} ranks; "
+            "set it to the number of GPUs of a node"
+        )
+    source = "batch.tokens / (seq_len * micro_sequences * ranks)"
+    yield from _owned(config, "gradient_accumulation_steps", accumulation, source, run_path)
+
+
+def version_problems() -> Iterator[str]:
+    """Why the installed DeepSpeed cannot be used. There may be none, as on a login node."""
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        return
+    first, end = VERSIONS
+    if not first <= tuple(int(number) for number in re.findall(r"\d+", found)[:3]) < end:
+        least, below = (".".join(map(str, numbers)) for numbers in VERSIONS)
+        yield (
+            f"deepspeed {found} is installed; expected >={least},<{below}: older ones spoil gradients in "
+            "silence (https://github.com/deepspeedai/DeepSpeed/pull/7965), newer ones are not tested; "
+            f'pip install "deepspeed>={least},<{below}"'
+        )
+
+
+def non_finite_advice(config: Mapping[str, Any], name: str) -> str:
+    """What to look at first when gradient norms are not finite again and again while the losses are.
+
+    `name` is that of the JSON. Overlap is on in ZeRO-3, and off in ZeRO-1 and 2, where it says nothing.
+    """
+    overlap = config["zero_optimization"].get("overlap_comm")
+    is_on = zero_stage(config) == 3 if overlap is None else overlap
+    way_out = "overlap is off already, so look at the data and the hardware of the ranks"
+    if is_on:
+        way_out = (
+            f"to rule it out set `zero_optimization.overlap_comm` to false in {name}, as "
+            "ds_configs/zero3_bf16_no_overlap.json has it; any start of a run may change that"
+        )
+    return (
+        "the loss is finite but the gradient norm is not; known cause: communication that overlaps with the "
+        "backward pass, overlap_comm (https://github.com/deepspeedai/DeepSpeed/issues/7188); in effect here: "
+        f"ZeRO-{zero_stage(config)}, overlap_comm = {'true' if is_on else 'false'}; {way_out}"
+    )
+
+
+def resolve_deepspeed(config: Mapping[str, Any], *, peak: float, micro_sequences: int) -> dict[str, Any]:
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
     The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
@@ -83,11 +307,11 @@ def resolve_deepspeed(
     optimizer = config["optimizer"]
     ours = {"train_batch_size", "sequence_parallel_size"}
     return {
-        **{key: value for key, value in config.items() if key in TOP_LEVEL_KEYS - ours},
+        **{key: value for key, value in config.items() if key in DeepSpeedJson.model_fields.keys() - ours},
         "train_micro_batch_size_per_gpu": micro_sequences,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "steps_per_print": steps_per_print,
+        "steps_per_print": None,
         "optimizer": {**optimizer, "params": {**optimizer.get("params", {}), "lr": peak}},
     }
 
@@ -99,13 +323,12 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def sequence_parallel_size(config: Mapping[str, Any]) -> int:
     """How many neighboring ranks share each sequence; 1 where each has its own."""
-    size: Any = config.get("sequence_parallel_size")
-    return int(size) if COUNT.admits(size) else 1
+    return int(config.get("sequence_parallel_size") or 1)
 
 
 def uses_bf16(config: Mapping[str, Any]) -> bool:
     """True if parameters and activations are bfloat16, False if they are fp32."""
-    return _table(config, "bf16").get("enabled") is True
+    return config.get("bf16", {}).get("enabled") is True
 
 
 def gradient_clipping(config: Mapping[str, Any]) -> float | None:
@@ -113,190 +336,110 @@ def gradient_clipping(config: Mapping[str, Any]) -> float | None:
     return float(config["gradient_clipping"]) if config.get("gradient_clipping") else None
 
 
-def _auto_values(node: Any, name: str, path: str = "") -> Iterator[str]:
-    if node == "auto":
-        yield (
-            f'{name}: `{path}` is "auto", which only the Hugging Face Trainer fills in; '
-            "write a value or delete the key"
-        )
-    children = (
-        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    )
-    for key, value in children:
-        yield from _auto_values(value, name, f"{path}.{key}" if path else str(key))
+def _refused(sound: dict[str, Any]) -> Iterator[str]:
+    """Keys that cannot be used. They are taken out of `sound`."""
+    for section, reasons in REFUSED.items():
+        table = sound.get(section, {}) if section else sound
+        for key in [key for key in reasons if key in table] if isinstance(table, dict) else ():
+            is_off = _is_off(table.pop(key))
+            if not is_off or section == "zero_optimization":  # which DeepSpeed gets as it is
+                yield f"`{section and f'{section}.'}{key}` is set: {reasons[key]}"
 
 
-def _top_level(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    for key, value in config.items():
-        if key in REFUSED_KEYS and not _switched_off(value):
-            yield f"{name} sets `{key}`: {REFUSED_KEYS[key]}"
-        elif key not in TOP_LEVEL_KEYS and key not in REFUSED_KEYS:
-            yield f"{name}: unknown key `{key}`, which DeepSpeed would ignore; {_hint(key, TOP_LEVEL_KEYS)}"
-
-
-def _unknown_subkeys(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    for section, known in KNOWN_SUBKEYS.items():
-        for key in _table(config, section):
-            if key not in known:
-                yield f"{name}: unknown key `{section}.{key}`; {_hint(key, known)}"
-    for key, value in _table(config, "checkpoint").items():
-        if key in REFUSED_CHECKPOINT_KEYS and value:
-            yield f"{name} sets `checkpoint.{key}`: {REFUSED_CHECKPOINT_KEYS[key]}; delete it"
-
-
-def _wrong_values(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Values that are not what their key holds."""
-    for section, kinds in (*VALUES.items(), ("optimizer.params", OPTIMIZER_PARAMS)):
-        for key, value in _table(config, section).items():
-            if (kind := kinds.get(key)) and not _is_auto(value) and not kind.admits(value):
-                yield _complaint(name, f"{section}.{key}" if section else key, value, kind)
-    if "stage" not in _table(config, "zero_optimization"):
-        yield f"{name} has no `zero_optimization.stage`; expected 1, 2 or 3"
-
-
-def _complaint(name: str, key: str, value: Any, kind: Kind) -> str:
-    return f"{name}: `{key}` = {shown(value)}; expected {kind.expected}"
-
-
-def _batch(
-    config: Mapping[str, Any],
-    name: str,
-    run_name: str,
-    sequences: int,
-    micro: int,
-    accumulation: int | None,
-    varies: bool,
-) -> Iterator[str]:
-    owned = (
-        ("train_batch_size", sequences, "batch.tokens / seq_len"),
-        ("train_micro_batch_size_per_gpu", micro, "batch.micro_sequences"),
-        ("gradient_accumulation_steps", accumulation, "batch.tokens / (seq_len * micro_sequences * ranks)"),
-    )
-    first = " in the first step, and others later: no number fits them all" if varies else ""
-    for key, expected, source in owned:
-        found = config.get(key)
-        if COUNT.admits(found) and expected is not None and found != expected:
-            yield (
-                f"{name} sets `{key}` = {found}, but {run_name} gives {expected} ({source}{first}); "
-                f"delete it from the JSON: the run file owns the batch"
-            )
-    if config.get("managed_gradient_accumulation") is True:
-        yield (
-            f"{name} sets `managed_gradient_accumulation` = true; set it to false: the trainer owns the "
-            "accumulation window"
-        )
-
-
-def _optimizer(config: Mapping[str, Any], name: str, run_name: str, peak: float) -> Iterator[str]:
-    optimizer = config.get("optimizer")
-    if optimizer is not None and not isinstance(optimizer, Mapping):
-        return  # reported as a value of the wrong kind
-    if optimizer is None or "type" not in optimizer:
-        yield (
-            f"{name} has no `optimizer.type`; add one, like "
-            '"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}}'
-        )
-        return
-    kind = optimizer["type"]
-    if isinstance(kind, str) and kind not in (*OPTIMIZERS, "auto"):
-        yield f"{name}: `optimizer.type` = {shown(kind)}; expected one of {', '.join(OPTIMIZERS)}"
-    params = _table(optimizer, "params")
-    if "lr" in params and params["lr"] != "auto":
-        yield (
-            f"{name} sets `optimizer.params.lr` = {params['lr']}, but {run_name} sets schedule.peak = "
-            f"{peak}; delete it from the JSON: the run file owns the rate"
-        )
-    if "max_grad_norm" in params:
-        yield f"{name}: `optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
-    yield from _optimizer_params(kind, params, name)
-
-
-def _optimizer_params(kind: Any, params: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Parameters that the optimizer's constructor would raise on."""
-    if kind == "Lion":
-        known, who = LION_PARAMS, "Lion"
-    elif params.get("torch_adam"):
-        known, who = TORCH_ADAM_PARAMS, "torch's Adam"
-    else:
-        known, who = NATIVE_ADAM_PARAMS, "DeepSpeed's Adam"
-    for key in params:
-        if key not in known and key not in ("lr", "max_grad_norm"):
-            yield f"{name}: `optimizer.params.{key}` is unknown to {who}; {_hint(key, known)}"
-
-
-def _zero(config: Mapping[str, Any], name: str, world_size: int | None) -> Iterator[str]:
-    zero = _table(config, "zero_optimization")
-    for key in zero:
-        if key in REFUSED_ZERO_KEYS:
-            yield f"{name} sets `zero_optimization.{key}`: {REFUSED_ZERO_KEYS[key]}"
-        elif key not in ZERO_KEYS:
-            yield f"{name}: unknown key `zero_optimization.{key}`; {_hint(key, ZERO_KEYS)}"
-    partition = zero.get("zero_hpz_partition_size", 1)
-    if world_size is not None and COUNT.admits(partition) and world_size % partition:
-        yield (
-            f"{name}: `zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} "
-            "ranks; set it to the number of GPUs of a node"
-        )
-
-
-def _pairs(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Options that do not work together in DeepSpeed 0.19.8."""
-    zero = _table(config, "zero_optimization")
-    stage = zero.get("stage") if STAGE.admits(zero.get("stage")) else None
-    if stage == 1 and zero.get("overlap_comm") is True:
-        yield (
-            f"{name}: `zero_optimization.overlap_comm` = true does not work with stage 1 and an accumulation "
-            "window that the trainer owns; set it to false, or use stage 2 or 3"
-        )
-    if stage in (1, 2) and zero.get("offload_param"):
-        yield f"{name}: `zero_optimization.offload_param` needs stage 3, found stage {stage}"
-    for key in ("offload_optimizer", "offload_param"):
-        offload = _table(zero, key)
-        if offload.get("device") == "nvme" and not offload.get("nvme_path"):
-            yield f'{name}: `zero_optimization.{key}.device` = "nvme" needs `nvme_path`; add the folder'
-    ratio = _table(zero, "offload_optimizer").get("ratio", 1.0)
-    if stage in (1, 2) and SHARE.admits(ratio) and ratio < 1.0:
-        yield f"{name}: `zero_optimization.offload_optimizer.ratio` < 1 needs stage 3, found stage {stage}"
-    bf16 = _table(config, "bf16")
-    if bf16.get("bf16_optimizer_states") is True and bf16.get("bf16_master_weights_and_grads") is not True:
-        yield f"{name}: `bf16.bf16_optimizer_states` needs `bf16.bf16_master_weights_and_grads` = true"
-    divided = config.get("gradient_predivide_factor", 1.0)
-    scaled = config.get("prescale_gradients") is True or (FACTOR.admits(divided) and divided != 1.0)
-    if scaled and zero.get("reduce_scatter", True) is True:
-        yield (
-            f"{name}: `prescale_gradients` and `gradient_predivide_factor` do not work with "
-            "`zero_optimization.reduce_scatter`; delete them or set reduce_scatter to false"
-        )
-    if uses_bf16(config) and _table(config, "torch_autocast").get("enabled") is True:
-        yield f"{name}: `bf16` and `torch_autocast` are both enabled; keep one"
-    key = "stage3_module_granularity_threshold"
-    if INTEGER.admits(zero.get(key)) and zero[key] != 0:
-        yield f"{name}: `zero_optimization.{key}` = {zero[key]} fails in training; delete it"
-
-
-def _table(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """The object at a dotted path ("": the whole), empty if there is none."""
-    node: Any = config
-    for key in path.split(".") if path else ():
-        node = node.get(key)
-        if not isinstance(node, Mapping):
-            return {}
-    table: Mapping[str, Any] = node
-    return table
-
-
-def _is_auto(value: Any) -> bool:
-    """True if an "auto" stands in it, which is reported by its place."""
-    return value == "auto" or (isinstance(value, list) and "auto" in value)
-
-
-def _switched_off(value: Any) -> bool:
+def _is_off(value: Any) -> bool:
     """True for values that mean "no", and for a size of 1, which is no parallelism."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value is not True and value in (None, False, 1)
 
 
-def _hint(key: str, known: frozenset[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1)
-    return f"did you mean `{close[0]}`?" if close else "delete it"
+def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "") -> Iterator[str]:
+    """Unknown keys and values of a wrong kind. They are taken out of `sound`, and rules trust the rest."""
+    for error in find_errors(sound, section):
+        if error["input"] == "auto" and error["type"] != "extra_forbidden":
+            where = within + ".".join(map(str, error["loc"]))
+            yield (
+                f'`{where}` is "auto", which only the Hugging Face Trainer fills in; '
+                "write a value or delete the key"
+            )
+        else:
+            yield explain(error, section, within)
+        *path, key = [part for part in error["loc"] if isinstance(part, str)]
+        table = sound
+        for part in path:
+            table = table.get(part, {})
+        table.pop(key, None)
+
+
+def _optimizer(sound: Mapping[str, Any], run: Run, run_path: str) -> Iterator[str]:
+    optimizer = sound.get("optimizer", {})
+    params = optimizer.get("params", {})
+    if (rate := params.pop("lr", None)) is not None:
+        yield (
+            f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak = {run.schedule.peak}; "
+            "delete it from the JSON: the run file owns the rate"
+        )
+    if params.pop("max_grad_norm", None) is not None:
+        yield "`optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
+    known = Lion if optimizer.get("type") == "Lion" else TorchAdam if params.get("torch_adam") else NativeAdam
+    for problem in _wrong_values(params, known, "optimizer.params."):
+        yield f"{problem} ({known.__name__})" if problem.startswith("unknown") else problem
+
+
+def _batch(sound: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> Iterator[str]:
+    sizes = [(segment.sequences, run.micro_sequences(segment.phase)) for segment in timeline.segments]
+    (sequences, micro), asked, first = sizes[0], run.batch.accumulation, ""
+    if len(set(sizes)) > 1:
+        first = " in the first step, and others later: no number fits them all"
+    yield from _owned(sound, "train_batch_size", sequences, f"batch.tokens / seq_len{first}", run_path)
+    yield from _owned(
+        sound, "train_micro_batch_size_per_gpu", micro, f"batch.micro_sequences{first}", run_path
+    )
+    yield from _owned(sound, "gradient_accumulation_steps", asked, f"batch.accumulation{first}", run_path)
+    if sound.get("managed_gradient_accumulation") is True:
+        yield (
+            "`managed_gradient_accumulation` = true; set it to false: the trainer owns the accumulation "
+            "window"
+        )
+
+
+def _owned(
+    config: Mapping[str, Any], key: str, expected: int | None, source: str, run_path: str
+) -> Iterator[str]:
+    found = config.get(key)
+    if found is not None and expected is not None and found != expected:
+        yield (
+            f"`{key}` = {found}, but {run_path} gives {expected} ({source}); "
+            "delete it from the JSON: the run file owns the batch"
+        )
+
+
+def _pairs(sound: Mapping[str, Any]) -> Iterator[str]:
+    """Options that do not work together in DeepSpeed 0.19.8."""
+    zero, bf16 = sound.get("zero_optimization", {}), sound.get("bf16", {})
+    stage = zero.get("stage")
+    if stage == 1 and zero.get("overlap_comm"):
+        yield (
+            "`zero_optimization.overlap_comm` = true does not work with stage 1 and an accumulation "
+            "window that the trainer owns; set it to false, or use stage 2 or 3"
+        )
+    if stage in (1, 2) and zero.get("offload_param"):
+        yield f"`zero_optimization.offload_param` needs stage 3, found stage {stage}"
+    for key in ("offload_optimizer", "offload_param"):
+        offload = zero.get(key) or {}
+        if offload.get("device") == "nvme" and not offload.get("nvme_path"):
+            yield f'`zero_optimization.{key}.device` = "nvme" needs `nvme_path`; add the folder'
+    if stage in (1, 2) and (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1.0:
+        yield f"`zero_optimization.offload_optimizer.ratio` < 1 needs stage 3, found stage {stage}"
+    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
+        yield "`bf16.bf16_optimizer_states` needs `bf16.bf16_master_weights_and_grads` = true"
+    scaled = sound.get("prescale_gradients") or sound.get("gradient_predivide_factor", 1.0) != 1.0
+    if scaled and zero.get("reduce_scatter", True):
+        yield (
+            "`prescale_gradients` and `gradient_predivide_factor` do not work with "
+            "`zero_optimization.reduce_scatter`; delete them or set reduce_scatter to false"
+        )
+    if uses_bf16(sound) and sound.get("torch_autocast", {}).get("enabled"):
+        yield "`bf16` and `torch_autocast` are both enabled; keep one"
+    if threshold := zero.get(key := "stage3_module_granularity_threshold"):
+        yield f"`zero_optimization.{key}` = {threshold} fails in training; delete it"

@@ -1,17 +1,25 @@
-"""From the text of a run file and the overrides of a command line to the tree of `config.py`."""
+"""From the text of a run file and the overrides of a command line to the tree of `schema.py`."""
 
+import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from ds_pretrain.config.complaints import explain
 from ds_pretrain.config.schema import Run, Section, WatchdogSection
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.text import listed, shown
 
 _SOURCES = (["sources"], ["validation", "sources"])
+# Where pydantic's text speaks of Python (https://docs.pydantic.dev/latest/errors/validation_errors/).
+_WORDS = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "expected a section with keys"),
+    "tuple_type": "expected a list, like [...]",
+    "too_short": "expected one or more",
+    "union_tag_not_found": "expected a `kind`",
+}
 
 
 class _WatchdogOnly(Section):
@@ -22,13 +30,10 @@ def parse_watchdog(overrides: Sequence[str]) -> WatchdogSection:
     """The defaults, with `watchdog.key=value` overrides. Raises InputError with every problem."""
     data: dict[str, Any] = {}
     problems = [problem for override in overrides for problem in _apply(data, override)]
-    try:
-        section = _WatchdogOnly.model_validate(data).watchdog
-    except ValidationError as error:
-        raise InputError(problems + [explain(e, _WatchdogOnly) for e in error.errors()]) from None
+    problems += (explain(error, _WatchdogOnly) for error in find_errors(data, _WatchdogOnly))
     if problems:
         raise InputError(problems)
-    return section
+    return _WatchdogOnly.model_validate(data).watchdog
 
 
 def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
@@ -43,29 +48,63 @@ def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") 
         raise InputError(f"{name} is not valid TOML: nested too deeply; expected a few levels") from None
     except ValueError as error:  # also a number of thousands of digits
         raise InputError(f"{name} is not valid TOML: {error}") from error
+    of_file = {(found["loc"], found["type"]) for found in find_errors(data, Run)}
     problems = [problem for override in overrides for problem in _apply(data, override)]
-    try:
-        run = Run.model_validate(data)
-    except ValidationError as error:
-        of_file = {(e["loc"], e["type"]) for e in _errors(tomllib.loads(text))} if overrides else set()
-        problems += [
-            f"{name if not overrides or (e['loc'], e['type']) in of_file else _blamed(overrides, e['loc'])}: "
-            f"{explain(e, Run)}"
-            for e in error.errors()
-        ]
-        raise InputError(problems) from None
+    for found in find_errors(data, Run):
+        is_of_file = not overrides or (found["loc"], found["type"]) in of_file
+        problems.append(f"{name if is_of_file else _blamed(overrides, found['loc'])}: {explain(found, Run)}")
     if problems:
         raise InputError(problems)
-    return run
+    return Run.model_validate(data)
 
 
-def _errors(data: dict[str, Any]) -> list[Any]:
-    """What is wrong with the tables of a run file."""
+def find_errors(data: Mapping[str, Any], root: type[BaseModel]) -> list[Any]:
+    """What pydantic finds wrong with the tables of a file."""
     try:
-        Run.model_validate(data)
+        root.model_validate(data)
     except ValidationError as error:
         return list(error.errors())
     return []
+
+
+def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
+    """One error of pydantic's as: where, what was found, what was expected. `within`: where `root` lies."""
+    where, section = _locate(error["loc"], root)
+    where = within + where
+    kind, text = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        known = [field.alias or name for name, field in section.model_fields.items()]
+        close = difflib.get_close_matches(where.split(".")[-1], known, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"known here: {listed(known)}"
+        return f"unknown key `{where}`; {hint}"
+    if kind == "missing":
+        return f"`{where}` is missing"
+    if kind == "value_error":
+        return f"`{where}`: {text}"
+    expected = _WORDS.get(kind) or text.replace("Input should be", "expected").replace("'", '"')
+    return f"`{where}` = {shown(error['input'])}: {expected}"
+
+
+def _locate(location: Sequence[Any], root: type[BaseModel]) -> tuple[str, type[BaseModel]]:
+    """The dotted place of an error, and the section that it lies in."""
+    sections, keys = [root], []
+    for part in location:
+        several = sections if len(sections) > 1 else []
+        kinds = [s for s in several if part in get_args(s.model_fields["kind"].annotation)]
+        if kinds or part == "[key]":  # the tag of a union, or the mark that a key is wrong and not its value
+            sections = kinds or sections
+            continue
+        keys.append(str(part))
+        fields = {field.alias or name: field for name, field in sections[0].model_fields.items()}
+        sections = (section_models(fields[part].annotation) if part in fields else []) or sections
+    return ".".join(keys), sections[0]
+
+
+def section_models(annotation: Any) -> list[type[BaseModel]]:
+    """Every section inside a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for argument in get_args(annotation) for m in section_models(argument)]
 
 
 def _blamed(overrides: Sequence[str], location: Sequence[str | int]) -> str:

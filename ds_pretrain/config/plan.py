@@ -4,40 +4,46 @@
 it: the timeline and the schedule. Building one reads three files and nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
+from math import lcm
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.chunk_rule import chunk_lengths
-from ds_pretrain.config.deepspeed import check_deepspeed, parse_deepspeed, sequence_parallel_size
+from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, sequence_parallel_size
 from ds_pretrain.config.loader import parse_run
-from ds_pretrain.config.run_problems import CHANGEABLE as CHANGEABLE
-from ds_pretrain.config.run_problems import (
-    contradictions,
-    covers,
-    curriculum_problems,
-    decay_steps,
-    first_steps,
-    layout,
-    micro_sequences,
-    schedule_problems,
-)
-from ds_pretrain.config.schedule import Cosine, Schedule, Wsd, rule_factor
+from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
-from ds_pretrain.config.spans import Multiples, multiples
 from ds_pretrain.config.timeline import (
+    MOST,
+    Duration,
+    Multiples,
     Segment,
     Timeline,
+    Unit,
     accumulation,
-    make_timeline,
+    chunk_lengths,
+    multiples,
+    steps_of_tokens,
+    to_steps,
     worlds_that_divide,
 )
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import counted, listed, parse_json, read_text
-from ds_pretrain.models.pretrained import Base, read_base
-from ds_pretrain.watchdog.policy import Ladder
+
+# What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
+CHANGEABLE = (
+    "schedule",
+    "sources",
+    "model.z_loss",
+    "model.recompute",
+    "model.attention",
+    "model.decay_embeddings",
+    "probe",
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,7 @@ class Plan:
     model: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
     timeline: Timeline
-    schedule: Schedule
-    base: Base | None = None  # weights to begin with
+    schedule: CosineSection | WsdSection  # in steps
 
     @property
     def out(self) -> Path:
@@ -75,28 +80,13 @@ class Plan:
         shared = str(self.out / "checkpoints") if section.local is not None else None
         return section.ship_to or shared
 
-    @property
-    def ladder(self) -> Ladder:
-        """How the run answers the watchdog."""
-        section = self.run.watchdog
-        return Ladder(
-            respond=section.respond,
-            skip_before=section.skip_before,
-            skip_after=section.skip_after,
-            patience=section.patience,
-            rollbacks=section.rollbacks,
-            stretch=section.stretch,
-            timeline=self.timeline,
-        )
-
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
-        name = self.timeline.at(step).phase
-        return next(phase for phase in self.run.phases if phase.name == name)
+        return self.run.phase(self.timeline.at(step).phase)
 
     def micro_sequences(self, step: int) -> int:
         """Sequences of a micro-batch of that update."""
-        return micro_sequences(self.run, self.phase_at(step))
+        return self.run.micro_sequences(self.timeline.at(step).phase)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -159,22 +149,12 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     run_text = read_text(path, "run file")
     run = parse_run(run_text, overrides, str(path))
-    texts, deepspeed, model, base, problems = _read_named(run, str(path))
+    texts, tables, problems = _read_named(run, str(path))
     problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
     if problems:
         raise InputError(problems)
-    stages, sizes, _ = layout(run)
-    timeline = make_timeline(stages, sizes, run.schedule.length)
-    problems += check_deepspeed(
-        deepspeed,
-        run.deepspeed,
-        str(path),
-        peak=run.schedule.peak,
-        sequences=timeline.segments[0].sequences,
-        micro_sequences=micro_sequences(run, run.phases[0]),
-        accumulation=run.batch.accumulation,
-        varies=varies(run, timeline),
-    )
+    timeline = make_timeline(run.phases, run.batch.sizes, run.schedule.length)
+    problems += check_deepspeed(tables["deepspeed"], run, timeline, str(path))
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
         raise InputError(problems)
@@ -185,54 +165,25 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         run_text=run_text,
         deepspeed_text=texts["deepspeed"],
         model_text=texts["model.config"],
-        model=model,
-        deepspeed=deepspeed,
+        model=tables["model.config"],
+        deepspeed=tables["deepspeed"],
         timeline=timeline,
-        schedule=resolve_schedule(run.schedule, timeline),
-        base=base,
+        schedule=run.schedule.in_steps(timeline),
     )
 
 
-def _read_named(
-    run: Run, path: str
-) -> tuple[dict[str, str], dict[str, Any], dict[str, Any], Base | None, list[str]]:
-    """The files that a run file names: texts, DeepSpeed JSON, model config, base; what is wrong with them."""
+def _read_named(run: Run, path: str) -> tuple[dict[str, str], dict[str, dict[str, Any]], list[str]]:
+    """The two JSON files that a run file names, by its keys: texts, tables, and what is wrong with them."""
     texts: dict[str, str] = {}
-    deepspeed: dict[str, Any] = {}
-    model: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    base = None
-    try:
-        texts["deepspeed"] = read_text(run.deepspeed, f"{path}: deepspeed")
-        deepspeed = parse_deepspeed(texts["deepspeed"], run.deepspeed)
-    except InputError as error:
-        problems += error.problems
-    try:
-        texts["model.config"] = read_text(run.model.config, f"{path}: model.config")
-        model = parse_json(texts["model.config"], run.model.config)
-    except InputError as error:
-        problems += error.problems
-    try:
-        if run.model.base is not None:
-            base = read_base(Path(run.model.base), f"{path}: model.from")
-    except InputError as error:
-        problems += error.problems
-    return texts, deepspeed, model, base, problems
-
-
-def resolve_schedule(section: CosineSection | WsdSection, timeline: Timeline) -> Schedule:
-    """The section with its durations in steps."""
-    length = timeline.last_step
-    warmup = first_steps(section.warmup, timeline)
-    if isinstance(section, CosineSection):
-        return Cosine(section.peak, length, warmup, section.floor)
-    return Wsd(section.peak, length, warmup, decay_steps(section, timeline), section.shape, section.floor)
-
-
-def varies(run: Run, timeline: Timeline) -> bool:
-    """True if steps, or their micro-batches, are not all of one size."""
-    micro = {phase.name: micro_sequences(run, phase) for phase in run.phases}
-    return len({(segment.sequences, micro[segment.phase]) for segment in timeline.segments}) > 1
+    for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
+        try:
+            texts[key] = read_text(file, f"{path}: {key}")
+            tables[key] = parse_json(texts[key], file)
+        except InputError as error:
+            problems += error.problems
+    return texts, tables, problems
 
 
 def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
@@ -268,7 +219,13 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
             f"{'; '.join(other_counts)}, but batch.accumulation = {asked}; delete batch.accumulation, or "
             "change the batch or the number of ranks"
         )
-    return [f"{plan.run_path}: {problem}" for problem in problems]
+    first = plan.timeline.segments[0]
+    count = accumulation(first.sequences, plan.micro_sequences(0), world_size // shared)
+    in_json = check_ranks(plan.deepspeed, world_size, asked or count, plan.run_path)
+    return [
+        *(f"{plan.run_path}: {problem}" for problem in problems),
+        *(f"{plan.run.deepspeed}: {problem}" for problem in in_json),
+    ]
 
 
 def _where(plan: Plan, segments: Sequence[Segment]) -> str:
@@ -282,3 +239,213 @@ def _where(plan: Plan, segments: Sequence[Segment]) -> str:
 def _way_out(sequences: int, micro: int, shared: int) -> str:
     worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
     return f"world sizes that do: {listed(worlds)} (or another batch.micro_sequences)"
+
+
+def contradictions(run: Run) -> Iterator[str]:
+    """What the sections of a run file say against one another."""
+    if problems := list(start_problems(run)):
+        yield from problems  # and which batches a phase meets is not known
+    else:
+        yield from _batch_problems(run)
+    for phase in run.phases:
+        for source in phase.mixture:
+            if source not in run.sources:
+                yield (
+                    f"phases.{phase.name}.mixture names `{source}`, which [sources] does not have "
+                    f"(it has: {', '.join(run.sources) or 'none'})"
+                )
+        if not phase.mixture:
+            yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
+    ship_to, local = run.checkpoint.ship_to, run.checkpoint.local
+    taken = {
+        abspath(run.out): "the run directory",
+        abspath(f"{run.out}/checkpoints"): "where checkpoints are saved",
+    }
+    if local is not None:
+        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local"}
+    if ship_to is not None and "://" not in ship_to and abspath(ship_to) in taken:
+        yield (
+            f'checkpoint.ship_to = "{ship_to}" is {taken[abspath(ship_to)]}; name another place'
+            + ("" if local is not None else ", or give checkpoint.local, a folder of each host's own")
+        )
+    for path in run.accept_changes:
+        if not covers(CHANGEABLE, path):
+            yield (
+                f"accept_changes names `{path}`, which a started run cannot change; what it can: "
+                f"{', '.join(CHANGEABLE)}"
+            )
+
+
+def curriculum_problems(run: Run) -> Iterator[str]:
+    """What phases, ramp and decay say against one another."""
+    names = [phase.name for phase in run.phases]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"two phases are called {name}; give each a name of its own"
+    first = run.phases[0]
+    if first.start is not None and first.start.amount != 0:
+        yield f'phases.{first.name}.start = "{first.start}": the first phase begins with the run; delete it'
+    if run.batch.ramp is not None and run.batch.ramp[-1][1] != run.batch.tokens:
+        at, size = run.batch.ramp[-1]
+        yield (
+            f'batch.ramp ends with {size:,} tokens from "{at}" on, and batch.tokens is {run.batch.tokens:,}; '
+            "the last of a ramp is batch.tokens"
+        )
+    sizes = [size for _, size in run.batch.ramp or ()]
+    if sizes != sorted(set(sizes)):
+        yield f"batch.ramp = {', '.join(f'{size:,}' for size in sizes)} tokens; a ramp has to rise"
+    if run.batch.rate_tokens is not None and run.batch.rate_rule == "none":
+        yield (
+            f"batch.rate_tokens = {run.batch.rate_tokens:,} is the batch that schedule.peak is meant for, "
+            'and without a rule the rate is the same at any: set batch.rate_rule = "linear" or "sqrt", or '
+            "delete batch.rate_tokens"
+        )
+    decay = run.schedule.decay if isinstance(run.schedule, WsdSection) else None
+    if isinstance(decay, str) and decay not in names:
+        yield (
+            f'schedule.decay = "{decay}" is no phase (there are: {", ".join(names)}) and no duration, '
+            'like "10%" or "2000 steps"'
+        )
+
+
+def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
+    section, length = run.schedule, timeline.last_step
+    amounts: dict[Unit, int] = {"steps": length, "tokens": timeline.total_tokens}
+    for unit, amount in amounts.items():
+        if amount > MOST[unit]:
+            yield (
+                f'schedule.length = "{section.length}" is {amount:,} {unit} in batches of '
+                f"{run.batch.tokens:,} tokens; at most {MOST[unit]:,} can be trained: shorten it"
+            )
+            return
+    resolved = section.in_steps(timeline)
+    warmup = resolved.warmup.steps
+    decay = length - resolved.decay_start if isinstance(resolved, WsdSection) else 0
+    if warmup + decay > length:
+        both = f'schedule.warmup = "{section.warmup}" ({counted(warmup, "step")})'
+        if isinstance(section, WsdSection):
+            both += f' and schedule.decay = "{section.decay}" ({counted(decay, "step")})'
+        whole = f'schedule.length = "{section.length}" ({counted(length, "step")})'
+        yield f"{both} do not fit into {whole}; shorten one"
+    if isinstance(section, WsdSection) and decay == 0:
+        yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
+    if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:
+        yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'
+
+
+Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The steps at which phases and sizes of the batch begin, and the end of the run; nothing is checked."""
+
+    phases: tuple[int, ...]
+    batches: tuple[int, ...]
+    end: int
+
+    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
+        """Steps in which one phase meets one size, in order: phase, size, first step, end step."""
+        for phase, (begin, after) in enumerate(pairwise([*self.phases, self.end])):
+            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
+                if max(first, begin) < min(stop, after):
+                    yield phase, batch, max(first, begin), min(stop, after)
+
+
+def lay_out(phases: Sequence[PhaseSection], sizes: Sizes, length: Duration) -> Layout:
+    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
+    begins = [0]
+    for start, _ in sizes[1:]:
+        begins.append(_reached(start, begins, sizes))
+    end = _reached(length, begins, sizes)
+    starts = [0 if phase.start is None else _reached(phase.start, begins, sizes, end) for phase in phases]
+    return Layout((0, *starts[1:]), tuple(begins), end)
+
+
+def make_timeline(phases: Sequence[PhaseSection], batches: Sizes, length: Duration) -> Timeline:
+    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
+
+    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
+    steps. `contradictions` has found each phase and each batch steps of its own, and whole sequences.
+    """
+    segments: list[Segment] = []
+    samples = tokens = 0
+    draws = [0] * len(phases)
+    for number, batch, first, stop in lay_out(phases, batches, length).stretches():
+        phase, (_, size) = phases[number], batches[batch]
+        sequences = size // phase.seq_len
+        assert sequences * phase.seq_len == size > 0, (size, phase)
+        before = samples, tokens, draws[number]
+        segments.append(Segment(phase.name, first, stop, phase.seq_len, sequences, *before))
+        samples += (stop - first) * sequences
+        draws[number] += (stop - first) * sequences
+        tokens += (stop - first) * size
+    return Timeline(tuple(segments))
+
+
+def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
+    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
+    if duration.unit != "tokens":
+        return to_steps(duration, 1, end)
+    step = tokens = 0
+    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
+        step = first + steps_of_tokens(duration.amount - tokens, size)
+        if stop is None or step <= stop:
+            break
+        tokens += (stop - first) * size
+    return step
+
+
+def start_problems(run: Run) -> Iterator[str]:
+    """Phases and sizes of the batch that have no steps, or no start."""
+    sizes, laid = run.batch.sizes, lay_out(run.phases, run.batch.sizes, run.schedule.length)
+    phases = [(f"phases.{run.phases[0].name}", 0)]
+    for phase, step in zip(run.phases[1:], laid.phases[1:], strict=True):
+        if phase.start is None:
+            yield f'phases.{phase.name} needs a start, like start = "430_000 steps"'
+        else:
+            phases.append((f'phases.{phase.name}.start = "{phase.start}"', step))
+    ramp = [(f'batch.ramp."{start}"', step) for (start, _), step in zip(sizes, laid.batches, strict=True)]
+    for marks in (phases, ramp):
+        for (before, earlier), (name, step) in pairwise(marks):
+            if step >= laid.end:
+                yield (
+                    f'{name} is step {step:,}, and schedule.length = "{run.schedule.length}" ends the run at '
+                    f"step {laid.end:,}: it has no steps; begin it earlier, or make the run longer"
+                )
+            elif step <= earlier:
+                yield (
+                    f"{name} is step {step:,}, and {before}, which is listed before it, begins at step "
+                    f"{earlier:,}: the earlier one has no steps; list them in their order, each with a later "
+                    "start than the one before"
+                )
+
+
+def _batch_problems(run: Run) -> Iterator[str]:
+    """Sizes of the batch that do not fit a phase in which a step has them. All starts must have steps."""
+    sizes, laid = run.batch.sizes, lay_out(run.phases, run.batch.sizes, run.schedule.length)
+    met = dict.fromkeys((batch, phase) for phase, batch, _, _ in laid.stretches())
+    for index, (start, tokens) in enumerate(sizes):
+        phases = [run.phases[phase] for batch, phase in met if batch == index]
+        name = "batch.tokens" if tokens == run.batch.tokens else f'batch.ramp."{start}"'
+        unit = lcm(*(phase.seq_len * run.micro_sequences(phase.name) for phase in phases))
+        nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
+        for phase in phases:
+            whole, rest = divmod(tokens, phase.seq_len)
+            micro = run.micro_sequences(phase.name)
+            length = f"phases.{phase.name}.seq_len = {phase.seq_len:,}"
+            if rest or not whole:
+                yield (
+                    f"{name} = {tokens:,} is not a whole number of sequences of {length}; "
+                    f"nearest {name}: {nearest}"
+                )
+            elif whole % micro:
+                own = phase.micro_sequences is not None
+                key = f"phases.{phase.name}.micro_sequences" if own else "batch.micro_sequences"
+                yield (
+                    f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
+                    f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
+                )
+
+
+def covers(sections: Sequence[str], path: str) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)

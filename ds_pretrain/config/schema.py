@@ -5,7 +5,11 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 `Plan` (plan.py) computes it.
 """
 
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -13,34 +17,147 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     model_validator,
 )
 
-from ds_pretrain.config.fields import (
-    BatchTokens,
-    Count,
-    FilePath,
-    Fraction01,
-    HostFolder,
-    Interval,
-    Length,
-    Name,
-    OptionalWeight,
-    Place,
-    Positive,
-    Ramp,
-    Rule,
-    Share,
-    ShareOfRun,
-    ShareOrPhase,
-    Text,
-    Triggers,
-    Weight,
-    as_tuple,
+from ds_pretrain.config.schedule import RateRule, Shape, cosine_fraction, wsd_fraction
+from ds_pretrain.config.timeline import (
+    Duration,
+    Timeline,
+    Unit,
+    parse_batch_tokens,
+    parse_duration,
+    passes,
+    steps,
 )
-from ds_pretrain.config.paths import source_prefix
-from ds_pretrain.config.schedule import Shape
-from ds_pretrain.config.timeline import parse_duration
+from ds_pretrain.core.text import shown
+
+
+def check_path(value: str) -> str:
+    """A file or folder of this host. Raises ValueError for what no file system can mean by it."""
+    if not value.strip() or "\0" in value or value.startswith("~") or "://" in value:
+        raise ValueError(
+            f"{shown(value)} is not a path on this host; write one like data/web or /data/web (only a shell "
+            "replaces ~)"
+        )
+    return value
+
+
+def check_place(value: str) -> str:
+    """A folder, or a URL like s3://bucket/folder. Raises ValueError, which shows no URL.
+
+    The run file is kept in every checkpoint, so a URL with a credential is refused.
+    """
+    if not re.match(r"[a-z][a-z0-9+.-]+:/|.*://", value):
+        return check_path(value)
+    try:
+        parts = urlsplit(value)
+        is_place = "://" in value and bool(parts.netloc or parts.path.strip("/"))
+    except ValueError:
+        is_place = False
+    if not is_place or parts.scheme in ("", "file"):
+        raise ValueError(
+            "it is not a URL of a place; write one like s3://bucket/folder, or a folder as a path"
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(
+            f"the {parts.scheme} URL holds a user, a password or a query (not shown here); the run file is "
+            "kept in every checkpoint: leave them to the environment or to the store's own configuration "
+            "files, and write only the place, like s3://bucket/folder"
+        )
+    return value
+
+
+def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
+    """A validator that reads a duration in one of `units`."""
+
+    return PlainValidator(lambda value: _read_duration(value, units, may_be_zero))
+
+
+def _read_duration(value: Any, units: Sequence[Unit], may_be_zero: bool) -> Duration:
+    duration = value if isinstance(value, Duration) else parse_duration(_text(value))
+    if duration.unit not in units:
+        raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
+    if duration.amount == 0 and not may_be_zero:
+        raise ValueError(f'"{duration}" is zero; expected more')
+    return duration
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'{shown(value)} has no unit; write it as text with one, like "2000 steps"')
+    return value
+
+
+def _optional_weight(value: Any) -> Any:
+    return None if value in (0, False, "off", "none") else value
+
+
+def _rule(value: Any) -> Any:
+    return "none" if value is None else value  # what an override's `none` is read as
+
+
+def as_tuple(value: Any) -> Any:
+    """A list of TOML as what is frozen."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def one_or_more(value: Any) -> Any:
+    """A list of TOML, or what stands for a list of one, as what is frozen."""
+    return as_tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+_START = replace(steps(0), text="0")
+
+
+def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
+    """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
+    sizes = [
+        (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
+        for start, tokens in value.items()
+    ]
+    if wrong := [start for start, _ in sizes if start.unit not in ("steps", "tokens")]:
+        raise ValueError(f'"{wrong[0]}" is in {wrong[0].unit}; expected steps or tokens')
+    if sizes[0][0].amount != 0:
+        raise ValueError(f'a ramp begins with "0"; its first key is "{sizes[0][0]}"')
+    return tuple(sizes)
+
+
+def _ramp_text(ramp: Any) -> Any:
+    return ramp and {str(start): tokens for start, tokens in ramp}
+
+
+Ramp = Annotated[tuple[tuple[Duration, int], ...], PlainValidator(_ramp), PlainSerializer(_ramp_text)]
+Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
+Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
+ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
+Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
+Triggers = Annotated[tuple[Trigger, ...], BeforeValidator(one_or_more)]
+
+
+def _share_or_phase(value: Any) -> Duration | str:
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", value):
+        return value
+    return _read_duration(value, ("steps", "tokens", "percent"), may_be_zero=True)
+
+
+ShareOrPhase = Annotated[Duration | str, PlainValidator(_share_or_phase), PlainSerializer(str)]
+BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
+Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
+FilePath = Annotated[str, AfterValidator(check_path)]  # from the folder of the start, if it is not absolute
+Place = Annotated[str, AfterValidator(check_place)]  # a folder, or a URL
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Rule = Annotated[RateRule, BeforeValidator(_rule)]
+OptionalWeight = Annotated[Positive | None, BeforeValidator(_optional_weight)]  # 0, false, "off": None
+Count = Annotated[int, Field(gt=0, le=10**12)]
+Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite
 
 
 class Section(BaseModel):
@@ -78,17 +195,31 @@ class ModelSection(Section):
 
 
 class CosineSection(Section):
-    """Warmup and cosine."""
+    """Warmup and cosine. Rates are those of a section `in_steps`."""
 
     kind: Literal["cosine"]
     length: Length
     peak: Positive
     warmup: Share
-    floor: Fraction01 = 0.1
+    floor: Fraction01 = 0.1  # as a share of the peak
+
+    def in_steps(self, timeline: Timeline) -> Self:
+        """The same with each duration in steps of this timeline."""
+        length, warmup = timeline.last_step, timeline.steps_of(self.warmup)
+        return self.model_copy(update={"length": steps(length), "warmup": steps(warmup)})
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update after `step` finished steps."""
+        return self.peak * cosine_fraction(step, self.length.steps, self.warmup.steps, self.floor)
+
+    def corners(self) -> dict[str, int]:
+        """The steps at which the schedule changes its nature, by name, in order."""
+        length, warmup = self.length.steps, self.warmup.steps
+        return {"start": 0, "warmup end": warmup, "middle": (warmup + length) // 2, "last": length - 1}
 
 
 class WsdSection(Section):
-    """Warmup, stable, decay."""
+    """Warmup, stable, decay. Rates are those of a section `in_steps`."""
 
     kind: Literal["wsd"]
     length: Length
@@ -96,7 +227,44 @@ class WsdSection(Section):
     warmup: Share
     decay: ShareOrPhase  # a phase's name: from its start to the end of the run
     shape: Shape = "1-sqrt"
-    floor: Fraction01 = 0.0
+    floor: Fraction01 = 0.0  # as a share of the peak
+
+    def in_steps(self, timeline: Timeline) -> Self:
+        """The same with each duration in steps of this timeline."""
+        length, warmup, decay = timeline.last_step, timeline.steps_of(self.warmup), self.decay
+        if isinstance(decay, str):
+            first = timeline.phase_start(decay)
+        elif decay.unit == "tokens":
+            before = timeline.total_tokens - decay.amount
+            first = timeline.step_at(before)
+            first -= timeline.tokens_before(first) > before  # no fewer tokens
+        else:
+            first = length - timeline.steps_of(decay)
+        durations = {"length": steps(length), "warmup": steps(warmup), "decay": steps(length - first)}
+        return self.model_copy(update=durations)
+
+    @property
+    def decay_start(self) -> int:
+        """The first step of the decay; the stable stretch is derived, never given."""
+        assert isinstance(self.decay, Duration)
+        return self.length.steps - self.decay.steps
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update after `step` finished steps."""
+        length, warmup = self.length.steps, self.warmup.steps
+        decay = length - self.decay_start
+        return self.peak * wsd_fraction(step, length, warmup, decay, self.shape, self.floor)
+
+    def corners(self) -> dict[str, int]:
+        """The steps at which the schedule changes its nature, by name, in order."""
+        length, warmup, decay_start = self.length.steps, self.warmup.steps, self.decay_start
+        return {
+            "start": 0,
+            "warmup end": warmup,
+            "middle": (warmup + decay_start) // 2,
+            "decay start": decay_start,
+            "last": length - 1,
+        }
 
 
 class BatchSection(Section):
@@ -109,11 +277,16 @@ class BatchSection(Section):
     rate_rule: Rule = "none"  # the rate at another batch than `rate_tokens`
     rate_tokens: BatchTokens | None = None  # the batch that schedule.peak is meant for; None: `tokens`
 
+    @property
+    def sizes(self) -> Ramp:
+        """From when on a step has how many tokens."""
+        return self.ramp or ((steps(0), self.tokens),)
+
 
 class HeldOutSection(Section):
     """A `.bin`/`.idx` pair, named by their common prefix, or a view of its longer or shorter documents."""
 
-    path: Annotated[str, AfterValidator(source_prefix)]
+    path: FilePath
     min_document_tokens: Count | None = None  # documents with fewer are left out
     max_document_tokens: Count | None = None  # and those with more
 
@@ -177,6 +350,10 @@ class ValidationSection(Section):
     tokens: BatchTokens  # of each source
     retrieval: bool = False  # also hide keys in its text, and ask for them
 
+    def is_due(self, step: int, timeline: Timeline) -> bool:
+        """True if it is time to validate after `step` finished steps."""
+        return passes(self.every, step, timeline)
+
 
 class CheckpointSection(Section):
     """When and where to save, and what to keep. The first and the last step are always saved."""
@@ -185,11 +362,15 @@ class CheckpointSection(Section):
     keep: Count = 3
     keep_every: Length | None = None  # these stay for good
     failures: Count = 3  # saves that may fail in a row before the run stops
-    local: HostFolder | None = None  # a folder of each host's own; shards then leave it by shipping only
+    local: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
     ship_to: Place | None = None  # with `local`, out/checkpoints if nothing is said
     verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
     mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
     stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
+
+    def is_due(self, step: int, timeline: Timeline) -> bool:
+        """True if it is time to save after `step` finished steps, apart from what a clock says."""
+        return any(passes(every, step, timeline) for every in self.every if every.unit != "seconds")
 
 
 class WatchdogSection(Section):
@@ -237,3 +418,11 @@ class Run(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     watchdog: WatchdogSection = WatchdogSection()
     monitor: MonitorSection = MonitorSection()
+
+    def phase(self, name: str) -> PhaseSection:
+        """The phase of that name. There must be one."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def micro_sequences(self, phase: str) -> int:
+        """Sequences of a micro-batch in a phase."""
+        return self.phase(phase).micro_sequences or self.batch.micro_sequences

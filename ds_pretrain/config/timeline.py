@@ -8,11 +8,11 @@ them: a "4M" batch is 1,024 sequences of 4,096 tokens.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from itertools import pairwise
 from math import ceil, isqrt
 from typing import Literal
 
@@ -58,6 +58,17 @@ class Duration:
         """Seconds of a wall-clock duration."""
         assert self.unit == "seconds"
         return float(self.amount)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a duration that counts them."""
+        assert self.unit == "steps"
+        return int(self.amount)
+
+
+def steps(number: int) -> Duration:
+    """So many steps."""
+    return Duration(Fraction(number), "steps", f"{number} steps")
 
 
 def parse_duration(text: str) -> Duration:
@@ -143,10 +154,20 @@ class Timeline:
         """The first step boundary at which so many tokens have been read; the last one if there is none."""
         for segment in self.segments:
             missing = tokens - segment.first_token
-            step = segment.first_step + _steps_of_tokens(missing, segment.tokens_per_step)
+            step = segment.first_step + steps_of_tokens(missing, segment.tokens_per_step)
             if step <= segment.end_step:
                 return step
         return self.last_step
+
+    def steps_of(self, duration: Duration) -> int:
+        """A duration from the run's beginning, in steps."""
+        if duration.unit == "tokens":
+            return self.step_at(duration.amount)
+        return to_steps(duration, 1, self.last_step)
+
+    def ends_phase(self, step: int) -> bool:
+        """True if the step after `step` finished ones is the first of another phase."""
+        return step < self.last_step and self.at(step).phase != self.at(step - 1).phase
 
     def phase_start(self, phase: str) -> int:
         """The first step of a phase. There must be one of that name."""
@@ -174,91 +195,8 @@ class Timeline:
         return self.segments[-1] if step == self.last_step else self.at(step)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A phase as a run file gives it. Only the first may begin without a word of when."""
-
-    name: str
-    seq_len: int
-    start: Duration | None = None
-
-
-Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The steps at which stages and sizes of the batch begin, and the end of the run; nothing is checked."""
-
-    stages: tuple[int, ...]
-    batches: tuple[int, ...]
-    end: int
-
-    @property
-    def rises(self) -> bool:
-        """True if each stage and each size has steps of its own."""
-        return all(a < b for begins in (self.stages, self.batches) for a, b in pairwise([*begins, self.end]))
-
-    def stretches(self) -> Iterator[tuple[int, int, int, int]]:
-        """Steps in which one stage meets one size, in order: stage, size, first step, end step."""
-        for stage, (begin, after) in enumerate(pairwise([*self.stages, self.end])):
-            for batch, (first, stop) in enumerate(pairwise([*self.batches, self.end])):
-                if max(first, begin) < min(stop, after):
-                    yield stage, batch, max(first, begin), min(stop, after)
-
-
-def lay_out(stages: Sequence[Stage], sizes: Sizes, length: Duration) -> Layout:
-    """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
-    begins = [0]
-    for start, _ in sizes[1:]:
-        begins.append(_reached(start, begins, sizes))
-    end = _reached(length, begins, sizes)
-    starts = [0 if stage.start is None else _reached(stage.start, begins, sizes, end) for stage in stages]
-    return Layout((0, *starts[1:]), tuple(begins), end)
-
-
-def make_timeline(stages: Sequence[Stage], batches: Sizes, length: Duration) -> Timeline:
-    """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
-
-    A start in tokens is the first step boundary at which so many have been read; percent is of the run's
-    steps. A batch must be whole sequences of each phase that it meets.
-
-    Raises:
-        ValueError: stages or batches that do not rise, or lie behind the end, or do not divide.
-    """
-    layout = lay_out(stages, batches, length)
-    if not layout.rises:
-        raise ValueError(f"each phase and each size of the batch needs steps of its own: {layout}")
-    segments: list[Segment] = []
-    samples = tokens = 0
-    draws = [0] * len(stages)
-    for number, batch, first, stop in layout.stretches():
-        stage, (_, size) = stages[number], batches[batch]
-        sequences, rest = divmod(size, stage.seq_len)
-        if rest or not sequences:
-            raise ValueError(f"{size:,} tokens are not whole sequences of {stage.seq_len:,} ({stage.name})")
-        before = samples, tokens, draws[number]
-        segments.append(Segment(stage.name, first, stop, stage.seq_len, sequences, *before))
-        samples += (stop - first) * sequences
-        draws[number] += (stop - first) * sequences
-        tokens += (stop - first) * size
-    return Timeline(tuple(segments))
-
-
-def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
-    """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
-    if duration.unit != "tokens":
-        return to_steps(duration, 1, end)
-    step = tokens = 0
-    for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
-        step = first + _steps_of_tokens(duration.amount - tokens, size)
-        if stop is None or step <= stop:
-            break
-        tokens += (stop - first) * size
-    return step
-
-
-def _steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+def steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+    """Steps that read so many tokens; a part of a step counts as one."""
     return max(0, ceil(Fraction(tokens) / tokens_per_step))
 
 
@@ -286,6 +224,126 @@ def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
         return []
     small = [w for w in range(1, isqrt(micro_batches) + 1) if micro_batches % w == 0]
     return sorted({*small, *(micro_batches // w for w in small)})
+
+
+# Durations laid onto a run. Behind its end, where a step of a shortened run may lie, its last batch counts.
+
+
+def step_after(timeline: Timeline, step: int, duration: Duration) -> int:
+    """The first step by which steps or tokens of a duration are done after `step`."""
+    if duration.unit == "steps":
+        return step + int(duration.amount)
+    wanted = _tokens_before(timeline, step) + duration.amount
+    if (missing := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + ceil(missing / timeline.segments[-1].tokens_per_step)
+    return max(step, timeline.step_at(wanted))
+
+
+def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
+    """The last step from which steps or tokens of a duration were done up to `step`; at least 0."""
+    if duration.unit == "steps":
+        return max(0, step - int(duration.amount))
+    wanted = _tokens_before(timeline, step) - duration.amount
+    if wanted <= 0:
+        return 0
+    if (more := wanted - timeline.total_tokens) > 0:
+        return timeline.last_step + int(more // timeline.segments[-1].tokens_per_step)
+    first = timeline.step_at(wanted)
+    return first - (timeline.tokens_before(first) > wanted)
+
+
+def _tokens_before(timeline: Timeline, step: int) -> int:
+    beyond = max(0, step - timeline.last_step)
+    return timeline.tokens_before(step - beyond) + beyond * timeline.segments[-1].tokens_per_step
+
+
+def passes(every: Duration, step: int, timeline: Timeline) -> bool:
+    """True if `step` finished steps, or the tokens they read, pass a multiple of a duration."""
+    done = timeline.tokens_before if every.unit == "tokens" else int
+    return done(step) // every.amount > done(step - 1) // every.amount
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """The multiples of an amount that a run comes by; plain numbers, so that another process can be told."""
+
+    every: int
+    pieces: tuple[tuple[int, int, int], ...]  # from which step on, the amount before it and that of a step
+
+    def before(self, step: int) -> int:
+        """How many multiples the first `step` steps reach."""
+        first, amount, of_step = self.pieces[bisect_right(self.pieces, step, key=lambda p: p[0]) - 1]
+        return (amount + (step - first) * of_step) // self.every
+
+
+def multiples(every: Duration, timeline: Timeline) -> Multiples:
+    """Those of a duration in steps or tokens."""
+    if every.unit == "steps":
+        return Multiples(int(every.amount), ((0, 0, 1),))
+    pieces = ((s.first_step, s.first_token, s.tokens_per_step) for s in timeline.segments)
+    return Multiples(int(every.amount), tuple(pieces))
+
+
+# What a source is cut into, so that phases of any sequence length read it on.
+
+
+def chunk_lengths(
+    seq_lens: Mapping[str, int],
+    weights: Mapping[str, Mapping[str, float]],
+    declared: Mapping[str, int | None],
+) -> dict[str, int]:
+    """Tokens of a chunk of each source that a phase draws from: as declared, or its longest samples.
+
+    `seq_lens` and `weights` are by phase.
+    """
+    longest: dict[str, int] = {}
+    for phase, seq_len in seq_lens.items():
+        for name in weights[phase]:
+            longest[name] = max(seq_len, longest.get(name, 0))
+    return {name: declared.get(name) or length for name, length in longest.items()}
+
+
+def chunk_problems(
+    seq_lens: Mapping[str, int],
+    weights: Mapping[str, Mapping[str, float]],
+    chunk_tokens: Mapping[str, int],
+) -> list[str]:
+    """Phases whose sequences do not cut a source's chunks into whole pieces."""
+    problems = []
+    for name, longest in chunk_lengths(seq_lens, weights, {}).items():
+        used = {phase: length for phase, length in seq_lens.items() if name in weights[phase]}
+        chunk = chunk_tokens[name]
+        bad = [f"phases.{phase}.seq_len = {length:,}" for phase, length in used.items() if chunk % length]
+        if not bad:
+            continue
+        declared = "" if chunk == longest else f"sources.{name}.chunk_tokens = {chunk:,} and "
+        taken = ", ".join(f"{phase} {length:,}" for phase, length in used.items())
+        problems.append(
+            f"{declared}{' and '.join(bad)}: sources.{name} is read in chunks of {chunk:,} tokens (its "
+            f"phases take {taken}), which sequences of every phase must divide; choose lengths "
+            "that divide one another, or give the phase a source of another name with the same path, which "
+            "has an order of its own and repeats what was read under the first name"
+        )
+    return problems
+
+
+def changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
+    """Why a run cannot go on with other chunks; `old` holds the sources that something was read of.
+
+    One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
+    """
+    return [
+        f"sources.{name} was read in chunks of {old[name]:,} tokens, and would go on in chunks of "
+        f"{tokens:,}: what was read would be read again, and other tokens left out; set "
+        f"sources.{name}.chunk_tokens = {old[name]}"
+        + (
+            ""
+            if tokens < old[name]
+            else ", and give the phase with longer sequences a source of another name with the same path"
+        )
+        for name, tokens in new.items()
+        if tokens is not None and name in old and tokens != old[name]
+    ]
 
 
 def _number(text: str) -> Fraction:

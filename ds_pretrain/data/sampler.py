@@ -14,8 +14,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.config.chunk_rule import chunk_lengths, chunk_problems
-from ds_pretrain.config.timeline import Timeline
+from ds_pretrain.config.timeline import Timeline, chunk_lengths, chunk_problems
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data.chunks import Chunks, Position

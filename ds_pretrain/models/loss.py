@@ -3,7 +3,7 @@
 N tokens · V vocabulary · C tokens of a chunk. Labels are the targets: the data has shifted them already.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ _CHUNK_ELEMENTS_CPU = 1 << 18  # 1 MiB: stays in a core's cache
 
 
 def cross_entropy_and_z(
-    logits: Tensor, labels: Tensor, z_loss: float | Literal["off"] | None, *, chunk_rows: int | None = None
+    logits: Tensor, labels: Tensor, z_loss: float | None, *, chunk_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums over valid tokens of the negative log-likelihood and of z * logsumexp(logits)^2 (fp32 scalars).
 
     The caller divides by the number of valid tokens of the *global* batch: then the loss does not depend on
     how the batch is split, and a batch without valid tokens gives 0 with zero gradients. z-loss follows PaLM,
-    section 5 (https://arxiv.org/abs/2204.02311); None, 0 and "off" leave it out exactly.
+    section 5 (https://arxiv.org/abs/2204.02311); None leaves it out exactly.
 
     Args:
         logits: [..., V], any float dtype; never copied to fp32 as a whole.
@@ -31,9 +31,8 @@ def cross_entropy_and_z(
         ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
     """
     flat_logits, flat_labels = _flat(logits, labels)  # [N, V], [N]
-    z = 0.0 if z_loss is None or z_loss == "off" else float(z_loss)
     rows = chunk_rows or _chunk_rows(logits)
-    nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z, rows)  # type: ignore[no-untyped-call]
+    nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z_loss or 0.0, rows)  # type: ignore[no-untyped-call]
     return nll_sum, z_sum
 
 

@@ -6,18 +6,19 @@ checkpoint and `run.json` keep it, as JSON has it; what the finished steps have 
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.chunk_rule import changed_chunks
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import PhaseSection
+from ds_pretrain.config.timeline import Duration, changed_chunks
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem
 from ds_pretrain.core.text import changed_fields, parse_json, read_text, shown
 from ds_pretrain.data.quotas import block_quotas
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.record import (
     RECORD,
     KnownRun,
@@ -35,6 +36,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 # What fixes a run's trajectory. Another value in the same run directory is another run.
 _IDENTITY = ("name", "seed", "model", "schedule", "batch", "sources", "phases")
+WEIGHTS = "[model] from"  # among the contents of sources, none of which can be called so
 # What the numbers of an identity count.
 _UNITS = {
     **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
@@ -52,11 +54,12 @@ _ASIDE = frozenset(
 def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
     """The identity of a run: what must not differ between two starts of it, as JSON has it.
 
-    `data` describes the content of each source: a corpus may move, and may not change.
+    `data` describes the content of each source, and of the weights to begin with: they may move, and may not
+    change.
     """
     fields, run = plan.run.model_dump(mode="json"), plan.run
     identity = {key: fields[key] for key in _IDENTITY}
-    identity["schedule"] = {"kind": run.schedule.kind, **asdict(plan.schedule)}  # in steps
+    identity["schedule"] = {k: v.steps if isinstance(v, Duration) else v for k, v in plan.schedule}
     identity["batch"] = {  # how a rank takes its share may change
         "tokens": run.batch.tokens,
         "ramp": None if run.batch.ramp is None else _batch_sizes(plan),
@@ -65,10 +68,10 @@ def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
     }
     identity["chunk_tokens"] = plan.chunk_tokens
     identity["phases"] = {phase.name: _phase(plan, phase) for phase in run.phases}
-    identity["sources"] = dict(data)
+    identity["sources"] = {name: text for name, text in data.items() if name != WEIGHTS}
     identity["deepspeed"] = _trajectory_of(plan.deepspeed)
     identity["model"]["config"] = _trained_config(plan.model)  # the content, wherever the file lies
-    identity["model"]["from"] = None if plan.base is None else plan.base.fingerprint
+    identity["model"]["from"] = data.get(WEIGHTS)
     return dict(json.loads(json.dumps(identity)))
 
 
@@ -210,9 +213,9 @@ def _phase_words(phase: Mapping[str, Any]) -> str:
     return f"{words} (rope {with_unit('rope', phase['rope'])})" if phase.get("rope") else words
 
 
-def other_config_problems(plan: Plan) -> Iterator[str]:
+def other_config_problems(plan: Plan, base: Base) -> Iterator[str]:
     """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
-    if plan.base is None or (own := plan.base.folder / "config.json") == Path(plan.run.model.config):
+    if (own := base.folder / "config.json") == Path(plan.run.model.config):
         return
     theirs = parse_json(read_text(own, f"{plan.run_path}: model.from"), str(own))
     for key, (before, now) in changed_fields(_trained_config(theirs), _trained_config(plan.model)).items():

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ds_pretrain.config.chunk_rule import chunk_problems
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.config.schema import PhaseSection
+from ds_pretrain.config.timeline import chunk_problems
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.core.text import counted

@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from ds_pretrain.config.known_bad import installed_versions, non_finite_advice
+from ds_pretrain.config.deepspeed import non_finite_advice
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.jsonl import METRICS, read_metrics_backwards
@@ -81,7 +81,7 @@ class Incidents:
 
     def _open_ones(self, state: RunState) -> dict[int, Rollback]:
         """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
-        ladder, patience = self._plan.ladder, self._patience
+        patience = self._patience
         healthy_since = state.step - state.num_healthy
         return {
             number: rollback
@@ -89,8 +89,11 @@ class Incidents:
             if rollback.response != "stop" and number not in self._concluded
             if state.step < max(rollback.step, healthy_since) + patience  # else it was passed in health
             if state.step < rollback.step + _LOOK_BACK * patience
-            if not any(is_same_place(ladder, rollback, later.onset) for later in state.rollbacks[number:])
+            if not any(self._is_same_place(rollback, later.onset) for later in state.rollbacks[number:])
         }
+
+    def _is_same_place(self, rollback: Rollback, onset: int) -> bool:
+        return is_same_place(self._plan.run.watchdog, self._plan.timeline, rollback, onset)
 
     def note(self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict) -> None:
         """Take one step; `state` is the one after it."""
@@ -125,13 +128,13 @@ class Incidents:
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
         if not self._has_advised:
-            advice = non_finite_advice(self._plan.deepspeed, installed_versions(), self._plan.run.deepspeed)
+            advice = non_finite_advice(self._plan.deepspeed, self._plan.run.deepspeed)
             self._monitor.report("warning", advice, step=step)
         self._has_advised = True
 
     def met_again(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
-        for number in [n for n, r in self._open.items() if is_same_place(self._plan.ladder, r, onset)]:
+        for number in [n for n, r in self._open.items() if self._is_same_place(r, onset)]:
             rollback = self._open.pop(number)
             self._conclude(number, step, came_back=True)
             message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"

@@ -10,9 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from ds_pretrain.checkpoint.manifest import published, step_of
-from ds_pretrain.config.deepspeed import check_deepspeed, uses_bf16, zero_stage
-from ds_pretrain.config.known_bad import bad_versions, installed_versions
-from ds_pretrain.config.plan import Plan, check_world, varies
+from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
+from ds_pretrain.config.plan import Plan, check_world
 from ds_pretrain.config.schema import HeldOutSection
 from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.core.errors import InputError
@@ -26,8 +25,9 @@ from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_w
 from ds_pretrain.engine.skip_step import drop_problems
 from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model, mask_warnings, sharing_problems
 from ds_pretrain.models.flops import count_parameters
+from ds_pretrain.models.pretrained import Base, read_base
 from ds_pretrain.models.rope_config import rope_value_problems
-from ds_pretrain.training.compatibility import directory_problems, other_config_problems
+from ds_pretrain.training.compatibility import WEIGHTS, directory_problems, other_config_problems
 from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems, phase_models
 from ds_pretrain.training.record import lost_here, newest_here, origin_here
 
@@ -36,29 +36,36 @@ _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 
 @dataclass(frozen=True)
 class Inputs:
-    """The opened data of a run."""
+    """The opened data of a run, and the weights that it begins with."""
 
     sources: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
+    base: Base | None = None
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """What each training source holds. Runs remember these very texts: their wording never changes."""
-        return {
+        """What each training source holds, and the weights. Runs remember these very texts."""
+        texts = {
             name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
         }
+        return texts if self.base is None else {**texts, WEIGHTS: self.base.fingerprint}
 
 
 def open_inputs(plan: Plan) -> Inputs:
-    """Open every source that the run file names. Raises InputError with all that cannot be opened."""
+    """Open all that the run file names to read. Raises InputError with all that cannot be opened."""
     problems: list[str] = []
     sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
     validation = plan.run.validation.sources if plan.run.validation else {}
     held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
+    base, folder = None, plan.run.model.base
+    try:
+        base = None if folder is None else read_base(Path(folder), f"{plan.run_path}: model.from")
+    except InputError as error:
+        problems += error.problems
     if problems:
         raise InputError(problems)
-    return Inputs(sources, held_out)
+    return Inputs(sources, held_out, base)
 
 
 def _place_problems(plan: Plan) -> list[str]:
@@ -101,24 +108,13 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += _base_problems(plan, inputs)
     problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
-    problems += bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=True)
+    problems += version_problems()
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
-        problems += check_deepspeed(
-            plan.deepspeed,
-            plan.run.deepspeed,
-            plan.run_path,
-            peak=plan.run.schedule.peak,
-            sequences=plan.timeline.segments[0].sequences,
-            micro_sequences=plan.micro_sequences(0),
-            accumulation=plan.run.batch.accumulation,
-            varies=varies(plan.run, plan.timeline),
-            world_size=world_size,
-        )
     return list(dict.fromkeys(problems))
 
 
-def build_problems(plan: Plan) -> list[str]:
+def build_problems(plan: Plan, base: Base | None) -> list[str]:
     """Why the model cannot be built, take the weights of `model.from`, or be in a phase. Needs torch."""
     from ds_pretrain.models.build import dry_build
 
@@ -129,7 +125,7 @@ def build_problems(plan: Plan) -> list[str]:
             qk_norm=plan.run.model.qk_norm,
             attention=plan.run.model.attention,
             name=plan.run.model.config,
-            base=plan.base,
+            base=base,
             recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
             phases=phases,
         )
@@ -153,14 +149,12 @@ def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]
     shared = f", {together} ranks share each sequence" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
-    for warning in bad_versions(plan.deepspeed, installed_versions(), plan.run.deepspeed, certain=False):
-        yield f"warning    {warning}"
     yield f"model      {_model_line(plan)}"
     yield from _source_lines(plan, inputs)
     yield from _unused_lines(plan)
     yield from _mask_lines(plan, precision)
-    if plan.base is not None:
-        warnings = base_tokenizer_warnings(plan.base.folder, _each(inputs))
+    if inputs.base is not None:
+        warnings = base_tokenizer_warnings(inputs.base.folder, _each(inputs))
         yield from (f"warning    {warning}" for warning in warnings)
 
 
@@ -220,14 +214,14 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
 
 def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
     """What does not go with the weights that the run begins with."""
-    if plan.base is None:
+    if (base := inputs.base) is None:
         return []
-    problems = [*other_config_problems(plan), *base_tokenizer_problems(plan.base.folder, _each(inputs))]
-    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in plan.base.tensors)
+    problems = [*other_config_problems(plan, base), *base_tokenizer_problems(base.folder, _each(inputs))]
+    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in base.tensors)
     if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
         problems.append(
             f"{plan.run_path}: model.qk_norm = true adds norms to a model that was trained without them "
-            f"({plan.base.folder}): it would compute something else than it learned; set it to false"
+            f"({base.folder}): it would compute something else than it learned; set it to false"
         )
     return problems
 

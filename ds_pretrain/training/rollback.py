@@ -105,9 +105,15 @@ class Watchdog:
             return True
         if self._world.is_main:
             calm = saved_steps(self._places.root, state.rollbacks, calm=True)
-            response = respond(self._plan.ladder, state.rollbacks, verdict, state.step, calm)
+            response = respond(
+                self._plan.run.watchdog, self._plan.timeline, state.rollbacks, verdict, state.step, calm
+            )
             self._incidents.observed(state.step, verdict, response)
         return False
+
+    def _respond(self, state: RunState, verdict: Verdict, step: int, calm: Sequence[int]) -> Response:
+        section, timeline = self._plan.run.watchdog, self._plan.timeline
+        return respond(section, timeline, state.rollbacks, verdict, step, calm)
 
     def roll_back(self, state: RunState, verdict: Verdict, engine: Engine, feed: Feed, step: int) -> RunState:
         """Go back to an older calm checkpoint, in this process; the state to go on from. Collective.
@@ -121,7 +127,9 @@ class Watchdog:
         self._incidents.met_again(verdict.onset, step)
         found, response = self._way_back(state, verdict, step)
         rollback = self._decided(verdict, response, found.state.step, step)
-        after = after_rollback(state, found.state, response, rollback, self._plan.ladder)
+        after = after_rollback(
+            state, found.state, response, rollback, self._plan.run.watchdog, self._plan.timeline
+        )
         self._written(after)
         self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._told(after, feed, verdict, response.reason)
@@ -173,7 +181,9 @@ class Watchdog:
         """The checkpoint to go back to, verified and ready to load. Collective."""
         calm = self._saved_steps(state, calm=True)
         while True:
-            response = respond(self._plan.ladder, state.rollbacks, verdict, step, calm)
+            response = respond(
+                self._plan.run.watchdog, self._plan.timeline, state.rollbacks, verdict, step, calm
+            )
             if response.action == "stop" or response.to_step is None:
                 raise self._needs_person(state, verdict, response, step)
             outcome = found_at_step(self._places, response.to_step, self._world, self._tell)

@@ -17,7 +17,7 @@ from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, published, step
 from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
 from ds_pretrain.checkpoint.save import Outcome, Saves
 from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
-from ds_pretrain.checkpoint.triggers import WallClock, due_by_count, ends_phase
+from ds_pretrain.checkpoint.triggers import WallClock
 from ds_pretrain.checkpoint.upload import Shipper
 from ds_pretrain.config.deepspeed import zero_stage
 from ds_pretrain.config.plan import Plan
@@ -125,9 +125,9 @@ class Saver:
     def is_due(self, state: RunState) -> bool:
         """By steps and tokens, at the end of a phase, after the first and the last step."""
         step, timeline = state.step, self._plan.timeline
-        if step in (1, self._plan.last_step) or ends_phase(step, timeline):
+        if step in (1, self._plan.last_step) or timeline.ends_phase(step):
             return True
-        return due_by_count(self._plan.run.checkpoint.every, step, timeline)
+        return self._plan.run.checkpoint.is_due(step, timeline)
 
     def is_due_by_clock(self) -> bool:
         """On rank 0 alone; shared by `measure`."""

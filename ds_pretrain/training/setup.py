@@ -12,7 +12,6 @@ import torch
 from ds_pretrain.checkpoint.rng import capture_streams, restore_streams, seed_streams
 from ds_pretrain.config.deepspeed import resolve_deepspeed, uses_bf16
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.config.run_problems import micro_sequences
 from ds_pretrain.core.distributed import World, gather_objects, uses_gpu
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.files import write_atomic
@@ -27,6 +26,7 @@ from ds_pretrain.models.build import build_model
 from ds_pretrain.models.flops import flops_per_token, peak_flops
 from ds_pretrain.models.init import KindReport
 from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.models.pretrained import Base
 from ds_pretrain.models.rope import restore_rotary
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.wandb import WandbRun
@@ -49,7 +49,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         seen = _digest(plan, inputs)
         if world.is_main:
             problems = find_problems(plan, inputs, world.size, "the launcher")
-            problems += [] if problems else build_problems(plan)
+            problems += [] if problems else build_problems(plan, inputs.base)
     except InputError as error:
         problems = list(error.problems)
     told = gather_objects(world, (problems, seen, platform.node()))
@@ -69,8 +69,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
 def _digest(plan: Plan, inputs: Inputs) -> str:
     """What this rank has read: equal only if it would train the same run."""
     data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
-    base = "" if plan.base is None else plan.base.fingerprint
-    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data), base)
+    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
@@ -89,8 +88,9 @@ def announce(plan: Plan, inputs: Inputs, world: World) -> None:
         )
 
 
-def open_run_engine(plan: Plan, world: World) -> Engine:
-    """Build the model and hand it to DeepSpeed. Collective."""
+def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engine:
+    """Build the model, with the weights of `base`, and hand it to DeepSpeed. Collective."""
+    assert (base is None) == (plan.run.model.base is None)
     config = _resolved(plan)
     seed_streams(plan.run.seed, world.rank)
     model = build_model(
@@ -103,7 +103,7 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
         partition=partition(config),
         gather=gather(config),
         attention=plan.run.model.attention,
-        base=plan.base,
+        base=base,
     )
     groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
     masked = plan.run.model.mask_documents
@@ -117,7 +117,7 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
-        say(sys.stdout, f"weights    {_weights_line(plan, model.weights)}")
+        say(sys.stdout, f"weights    {_weights_line(base, model.weights)}")
     if masked:
         streams = capture_streams()
         with engine.evaluating():
@@ -135,9 +135,9 @@ def open_run_engine(plan: Plan, world: World) -> Engine:
     return engine
 
 
-def _weights_line(plan: Plan, weights: Sequence[KindReport]) -> str:
-    if plan.base is not None:
-        return f"{len(weights)} kinds loaded from {plan.base.folder} (fingerprint {plan.base.fingerprint})"
+def _weights_line(base: Base | None, weights: Sequence[KindReport]) -> str:
+    if base is not None:
+        return f"{len(weights)} kinds loaded from {base.folder} (fingerprint {base.fingerprint})"
     drawn = [kind for kind in weights if kind.asked_std > 0]
     off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
     return f"{len(drawn)} kinds drawn, each std within {off:.1%} of what was asked"
@@ -173,7 +173,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
     """The feed of this rank, which is that of its neighbors where they share sequences."""
-    micro = {phase.name: micro_sequences(plan.run, phase) for phase in plan.run.phases}
+    micro = {phase.name: plan.run.micro_sequences(phase.name) for phase in plan.run.phases}
     sampler = open_sampler(plan, inputs.sources)
     readers = world.readers(plan.sequence_parallel_size)
     return Feed(sampler, inputs.sources, readers, micro, plan.run.model.mask_documents)

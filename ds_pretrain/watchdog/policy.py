@@ -7,26 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_pretrain.config.spans import step_after, step_before
-from ds_pretrain.config.timeline import Duration, Timeline
+from ds_pretrain.config.schema import WatchdogSection
+from ds_pretrain.config.timeline import Timeline, step_after, step_before
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.core.text import counted
 from ds_pretrain.watchdog.detector import Verdict
 
 Action = Literal["replay", "skip", "stop"]
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """`[watchdog]` of a run file, and the timeline that its durations are laid onto."""
-
-    respond: tuple[Literal["replay", "skip"], ...]
-    skip_before: Duration
-    skip_after: Duration
-    patience: int
-    rollbacks: int  # at most, in a stretch
-    stretch: Duration
-    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,12 @@ class Response:
 
 
 def respond(
-    ladder: Ladder, history: Sequence[Rollback], verdict: Verdict, step: int, calm_steps: Sequence[int]
+    section: WatchdogSection,
+    timeline: Timeline,
+    history: Sequence[Rollback],
+    verdict: Verdict,
+    step: int,
+    calm_steps: Sequence[int],
 ) -> Response:
     """The next rung for a verdict to roll back at `step`.
 
@@ -55,14 +47,14 @@ def respond(
     history = since_stop(history)
     older = [calm for calm in calm_steps if calm < onset]
     newest = max(older, default=None)
-    since = step_before(ladder.timeline, step, ladder.stretch)
+    since = step_before(timeline, step, section.stretch)
     recent = [rollback for rollback in history if rollback.step > since]
-    if len(recent) >= ladder.rollbacks:
+    if len(recent) >= section.rollbacks:
         are = "is" if len(recent) == 1 else "are"
-        words = f"{counted(len(recent), 'rollback')} in {ladder.stretch} {are} all that is allowed"
+        words = f"{counted(len(recent), 'rollback')} in {section.stretch} {are} all that is allowed"
         return Response("stop", newest, words)
-    here = [rollback for rollback in history if is_same_place(ladder, rollback, onset)]
-    if len(here) >= len(ladder.respond):
+    here = [rollback for rollback in history if is_same_place(section, timeline, rollback, onset)]
+    if len(here) >= len(section.respond):
         tried = ", then ".join(rollback.response for rollback in here)
         reason = f"it came back at the same place after {tried}" if here else "watchdog.respond is empty"
         return Response("stop", newest, reason)
@@ -70,9 +62,9 @@ def respond(
     if not older:
         return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
     to_step = max(before) if before else min(older)
-    what = {"replay": "the same data again", "skip": "without the data around it"}[ladder.respond[len(here)]]
+    what = {"replay": "the same data again", "skip": "without the data around it"}[section.respond[len(here)]]
     return Response(
-        ladder.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
+        section.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
     )
 
 
@@ -82,10 +74,10 @@ def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
     return history[stops[-1] + 1 :] if stops else history
 
 
-def is_same_place(ladder: Ladder, rollback: Rollback, onset: int) -> bool:
+def is_same_place(section: WatchdogSection, timeline: Timeline, rollback: Rollback, onset: int) -> bool:
     """True if trouble that began at `onset` is that of the rollback again."""
     place = rollback.onset - 1
-    return abs(rollback.onset - onset) <= ladder.patience + _end_of_skip(ladder, place) - place
+    return abs(rollback.onset - onset) <= section.patience + _end_of_skip(section, timeline, place) - place
 
 
 def after_rollback(
@@ -93,12 +85,13 @@ def after_rollback(
     base: RunState,
     response: Response,
     rollback: Rollback,
-    ladder: Ladder,
+    section: WatchdogSection,
+    timeline: Timeline,
 ) -> RunState:
     """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
     ledger = state.ledger
     if response.action == "skip":
-        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, ladder))
+        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, section, timeline))
     return RunState(
         step=base.step,
         ledger=ledger,
@@ -109,14 +102,15 @@ def after_rollback(
     )
 
 
-def skipped(ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladder) -> Skip:
+def skipped(
+    ledger: SkipLedger, base_step: int, rollback: Rollback, section: WatchdogSection, timeline: Timeline
+) -> Skip:
     """The draws that steps around an onset read under `ledger`: of its phase, and none that stays trained."""
-    timeline = ladder.timeline
     place = rollback.onset - 1  # finished steps before it
     segments = [s for s in timeline.segments if s.phase == timeline.at(place).phase]
-    before = step_before(timeline, place, ladder.skip_before)
+    before = step_before(timeline, place, section.skip_before)
     first = max(before, base_step, segments[0].first_step)
-    last = min(_end_of_skip(ladder, place), segments[-1].end_step) - 1
+    last = min(_end_of_skip(section, timeline, place), segments[-1].end_step) - 1
     ends = []
     for step in (first, last):
         segment = timeline.at(step)
@@ -132,9 +126,9 @@ def skipped(ledger: SkipLedger, base_step: int, rollback: Rollback, ladder: Ladd
     )
 
 
-def _end_of_skip(ladder: Ladder, place: int) -> int:
+def _end_of_skip(section: WatchdogSection, timeline: Timeline, place: int) -> int:
     """The step that a skip around `place` ends at: one at least is skipped."""
-    return max(place + 1, step_after(ladder.timeline, place, ladder.skip_after))
+    return max(place + 1, step_after(timeline, place, section.skip_after))
 
 
 def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:

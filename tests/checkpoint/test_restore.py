@@ -18,7 +18,7 @@ from ds_pretrain.checkpoint.manifest import parse_manifest, published, step_name
 from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
 from ds_pretrain.checkpoint.save import Outcome, Saves
 from ds_pretrain.checkpoint.storage import Places
-from ds_pretrain.config.spans import Multiples
+from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import Capture

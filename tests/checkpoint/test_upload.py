@@ -21,7 +21,7 @@ from ds_pretrain.checkpoint.manifest import FileEntry, parse_manifest, published
 from ds_pretrain.checkpoint.remote import Remote, open_remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, is_shipped, prune
 from ds_pretrain.checkpoint.upload import NotAsListed, Progress, Rounds, Shipper, marker, ship, unshipped
-from ds_pretrain.config.spans import Multiples
+from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
 from tests.checkpoint.test_manifest import MANIFEST

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_pretrain.config.plan import Plan, check_world, load_plan
-from ds_pretrain.config.schedule import Wsd, rule_factor
-from ds_pretrain.config.schema import BatchSection
-from ds_pretrain.config.timeline import Segment, Stage, make_timeline, parse_duration
+from ds_pretrain.config.plan import Plan, check_world, load_plan, make_timeline
+from ds_pretrain.config.schedule import rule_factor
+from ds_pretrain.config.schema import BatchSection, WsdSection
+from ds_pretrain.config.timeline import Segment, parse_duration
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.training.preflight import find_problems, open_inputs, rate_lines, rate_summary
 from tests.scenario import deepspeed_json, make_run, write_corpus
+from tests.timelines import phase
 
 PHASES = """
 [[phases]]
@@ -44,7 +45,7 @@ def _problems(folder: Path, *changes: tuple[str, str], start: str = "8 steps") -
 def test_a_ramp_and_phases_in_tokens_resolve_to_segments_that_follow_one_another() -> None:
     """1,024 tokens a step until 4,096 are read, then 2,048; the second phase from 10,000 tokens on."""
     zero, later = parse_duration("0 steps"), parse_duration("4096 tokens")
-    stages = [Stage("main", 16), Stage("long", 64, parse_duration("10_000 tokens"))]
+    stages = [phase("main", 16), phase("long", 64, parse_duration("10_000 tokens"))]
     timeline = make_timeline(stages, [(zero, 1024), (later, 2048)], parse_duration("20_000 tokens"))
     assert timeline.segments == (
         Segment("main", 0, 4, 16, 64, 0, 0, 0),
@@ -64,9 +65,9 @@ def test_steps_tokens_and_samples_convert_as_a_walk_from_the_start_does(seed: in
     length = int(random.integers(60, 90))
     marks = np.sort(random.choice(np.arange(1, 50), 5, replace=False))
     ramp = [(parse_duration(f"{0 if i == 0 else marks[i - 1]} steps"), int(s)) for i, s in enumerate(sizes)]
-    stages = [Stage("a", 16), Stage("b", 32, parse_duration(f"{marks[3]} steps"))]
+    stages = [phase("a", 16), phase("b", 32, parse_duration(f"{marks[3]} steps"))]
     if seed % 2:
-        stages.append(Stage("c", 64, parse_duration(f"{marks[4]} steps")))
+        stages.append(phase("c", 64, parse_duration(f"{marks[4]} steps")))
     timeline = make_timeline(stages, ramp, parse_duration(f"{length} steps"))
     tokens = samples = 0
     draws = {"a": 0, "b": 0, "c": 0}
@@ -86,14 +87,14 @@ def test_steps_tokens_and_samples_convert_as_a_walk_from_the_start_does(seed: in
 
 def test_p14_a_decay_may_be_tied_to_a_phase_or_given_in_tokens_under_a_ramp(tmp_path: Path) -> None:
     tied = _plan(tmp_path / "tied", ('decay = "25%"', 'decay = "long"'))
-    assert isinstance(tied.schedule, Wsd)
-    assert (tied.schedule.decay_start, tied.schedule.length) == (8, 12)
+    assert isinstance(tied.schedule, WsdSection)
+    assert (tied.schedule.decay_start, tied.schedule.length.steps) == (8, 12)
     ramp = ("[batch]\ntokens = 128", '[batch]\nramp = { "0" = 64, "6 steps" = 128 }\ntokens = 128')
     given = _plan(tmp_path / "given", ramp, ('decay = "25%"', 'decay = "300 tokens"'))
-    assert isinstance(given.schedule, Wsd)
-    assert given.schedule.decay == 3  # 300 of the last 384 tokens, and no fewer
+    assert isinstance(given.schedule, WsdSection)
+    assert given.last_step - given.schedule.decay_start == 3  # 300 of the last 384 tokens, and no fewer
     warm = _plan(tmp_path / "warm", ramp, ('warmup = "2 steps"', 'warmup = "400 tokens"'))
-    assert warm.schedule.warmup == 7  # six steps of 64, and one of 128
+    assert warm.schedule.warmup.steps == 7  # six steps of 64, and one of 128
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
@@ -248,27 +249,10 @@ def test_all_starts_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
         assert key in problem
 
 
-def test_no_timeline_cuts_tokens_off_or_leaves_a_phase_without_steps() -> None:
+def test_a_timeline_counts_the_tokens_of_each_size() -> None:
     zero, later, length = (parse_duration(f"{steps} steps") for steps in (0, 4, 10))
-    stages = [Stage("main", 16), Stage("long", 64, later)]
+    stages = [phase("main", 16), phase("long", 64, later)]
     assert make_timeline(stages, [(zero, 32), (later, 64)], length).total_tokens == 4 * 32 + 6 * 64
-    for sizes in ([(zero, 100)], [(zero, 32), (parse_duration("5 steps"), 64)]):
-        with pytest.raises(ValueError, match="tokens are not whole sequences of"):
-            make_timeline(stages, sizes, length)
-    for wrong in ([stages[0], Stage("long", 64)], [*stages, Stage("third", 64, length)]):
-        with pytest.raises(ValueError, match="needs steps of its own"):
-            make_timeline(wrong, [(zero, 64)], length)
-
-
-@pytest.mark.parametrize("asked", [2, 3])
-def test_an_accumulation_that_no_world_gives_in_all_steps_names_them(tmp_path: Path, asked: int) -> None:
-    """Two micro-batches where a ramp begins and in the second phase, four after the ramp."""
-    ramp = f'accumulation = {asked}\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
-    assert _problems(tmp_path, ("tokens = 128", ramp)) == (
-        f"batch.accumulation = {asked}, and the micro-batches of a step are 2 (64 tokens in phase main; 128 "
-        "tokens in phase long); 4 (128 tokens in phase main): no number of ranks gives it in each of these; "
-        "delete it: it is derived"
-    )
 
 
 @pytest.mark.parametrize(
@@ -373,7 +357,7 @@ def test_p30_no_size_of_the_json_fits_what_a_ramp_is_not(tmp_path: Path) -> None
     assert find_problems(plan, open_inputs(plan), 1, "here") == []
     with pytest.raises(InputError) as raised:
         _plan(tmp_path / "other", deepspeed=deepspeed_json(train_batch_size=4))
-    assert "sets `train_batch_size` = 4, but" in str(raised.value)
+    assert "`train_batch_size` = 4, but" in str(raised.value)
     assert (
         "gives 8 (batch.tokens / seq_len in the first step, and others later: no number fits them all); "
         "delete it from the JSON: the run file owns the batch"

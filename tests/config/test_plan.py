@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from ds_pretrain.config.plan import Plan, check_world, load_plan
-from ds_pretrain.config.schedule import Cosine, Wsd
+from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.config.timeline import accumulation
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import changed_fields
 from ds_pretrain.training.compatibility import identity_of, with_unit
 from tests.scenario import deepspeed_json, make_run
+from tests.timelines import cosine, wsd
 
 
 def problems_of(run_file: Path, *overrides: str) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def test_a_plan_holds_the_texts_as_they_were_read_and_what_follows(tmp_path: Pat
     assert plan.deepspeed_text == (tmp_path / "deepspeed.json").read_text()
     assert plan.model_text == (tmp_path / "model.json").read_text()
     assert (plan.overrides, plan.run.seed, plan.last_step) == (("seed=3",), 3, 12)
-    assert plan.schedule == Wsd(1e-2, 12, 2, 3, "1-sqrt", 0.0)
+    assert plan.schedule == wsd(1e-2, 12, 2, 3, "1-sqrt", 0.0)
     assert plan.timeline.total_tokens == 12 * 128
     assert plan.out == tmp_path / "out"
     assert not plan.out.exists()
@@ -37,13 +38,13 @@ def test_a_plan_holds_the_texts_as_they_were_read_and_what_follows(tmp_path: Pat
 def test_durations_in_tokens_and_percent_become_steps(tmp_path: Path) -> None:
     run_file = make_run(tmp_path, batch_tokens=128)
     overrides = ["schedule.length=1280 tokens", "schedule.warmup=129 tokens", "schedule.decay=25%"]
-    assert load_plan(run_file, overrides).schedule == Wsd(1e-2, 10, 2, 3, "1-sqrt", 0.0)
+    assert load_plan(run_file, overrides).schedule == wsd(1e-2, 10, 2, 3, "1-sqrt", 0.0)
 
 
 def test_a_cosine_is_resolved_too(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     schedule = 'schedule={ kind = "cosine", length = "100 steps", peak = 1.0, warmup = "5%", floor = 0.2 }'
-    assert load_plan(run_file, [schedule]).schedule == Cosine(1.0, 100, 5, 0.2)
+    assert load_plan(run_file, [schedule]).schedule == cosine(1.0, 100, 5, 0.2)
 
 
 # Overrides that contradict, and pieces of the one message.
@@ -87,13 +88,6 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ),
     (("phases.0.mixture={}",), ("phases.main.mixture is empty; name at least one source with a weight",)),
     (
-        ("batch.accumulation=3",),
-        (
-            "batch.accumulation = 3 does not divide the 4 micro-batches of a step, so no number of ranks",
-            "what some do: 1, 2, 4; or delete it: it is derived",
-        ),
-    ),
-    (
         ("schedule.length=1e18 tokens",),
         (
             'schedule.length = "1e18 tokens" is 7,812,500,000,000,000 steps in batches of 128 tokens; '
@@ -128,8 +122,8 @@ def test_a_contradiction_gives_one_message_with_both_sides(
 
 def test_warmup_and_decay_may_fill_the_run_exactly(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path), ["schedule.warmup=9 steps", "schedule.decay=3 steps"])
-    assert isinstance(plan.schedule, Wsd)
-    assert plan.schedule.decay_start == plan.schedule.warmup == 9
+    assert isinstance(plan.schedule, WsdSection)
+    assert plan.schedule.decay_start == plan.schedule.warmup.steps == 9
 
 
 def test_files_that_are_missing_or_broken_are_all_reported_at_once(tmp_path: Path) -> None:
@@ -157,8 +151,8 @@ def test_p12_a_rate_in_the_json_names_both_values_and_both_files(tmp_path: Path)
     problems = problems_of(run_file)
     assert len(problems) == 2
     json_file = tmp_path / "deepspeed.json"
-    assert f"{json_file} sets `scheduler`" in problems[0]
-    rates = f"{json_file} sets `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak = 0.01"
+    assert f"{json_file}: `scheduler` is set" in problems[0]
+    rates = f"{json_file}: `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak = 0.01"
     assert rates in problems[1]
 
 

@@ -4,17 +4,23 @@ from fractions import Fraction
 
 import pytest
 
+from ds_pretrain.config.plan import make_timeline
+from ds_pretrain.config.schema import CheckpointSection
 from ds_pretrain.config.timeline import (
+    Multiples,
     Segment,
     Timeline,
     Unit,
     accumulation,
+    multiples,
     parse_batch_tokens,
     parse_duration,
+    step_after,
+    step_before,
     to_steps,
     worlds_that_divide,
 )
-from tests.timelines import single_phase
+from tests.timelines import phase, single_phase
 
 DURATIONS: dict[str, tuple[Fraction | int, Unit]] = {
     "1 step": (1, "steps"),
@@ -199,3 +205,92 @@ def test_p30_the_worlds_of_the_largest_batch_are_found_without_trying_each_numbe
     worlds = worlds_that_divide(10**12, 1)
     assert len(worlds) == 13 * 13  # 2^a 5^b, a and b from 0 to 12
     assert worlds == sorted(w for w in (2**a * 5**b for a in range(13) for b in range(13)))
+
+
+# Steps of 64 tokens, from step 10 on of 128, from step 20 on (another phase) of 128 in longer sequences.
+BATCHES = [(parse_duration("0 steps"), 64), (parse_duration("10 steps"), 128)]
+PHASES = [phase("main", 16), phase("long", 64, parse_duration("20 steps"))]
+GROWING = make_timeline(PHASES, BATCHES, parse_duration("40 steps"))
+
+
+@pytest.mark.parametrize(
+    ("step", "duration", "after", "before"),
+    [
+        (10, "3 steps", 13, 7),
+        (10, "256 tokens", 12, 6),
+        (10, "257 tokens", 13, 5),
+        (9, "192 tokens", 11, 6),  # one step of 64 and one of 128
+        (11, "192 tokens", 13, 9),
+        (20, "0 steps", 20, 20),
+        (20, "0 tokens", 20, 20),
+        (1, "9 steps", 10, 0),
+        (1, "1000 tokens", 14, 0),
+        (39, "9 steps", 48, 30),
+        (39, "1000 tokens", 47, 31),
+        (45, "9 steps", 54, 36),  # behind the end, as in a run that was shortened
+        (45, "256 tokens", 47, 43),
+        (45, "0 tokens", 45, 45),
+        (45, "900 tokens", 53, 37),
+    ],
+)
+def test_a_span_counts_the_batches_that_lie_there(step: int, duration: str, after: int, before: int) -> None:
+    assert step_after(GROWING, step, parse_duration(duration)) == after
+    assert step_before(GROWING, step, parse_duration(duration)) == before
+
+
+def test_a_span_holds_what_was_asked_for_and_less_than_a_step_more() -> None:
+    for step in range(41):
+        for tokens in range(0, 1300, 37):
+            wanted, now = parse_duration(f"{tokens} tokens"), GROWING.tokens_before(step)
+            end, start = step_after(GROWING, step, wanted), step_before(GROWING, step, wanted)
+            if end <= 40:
+                assert GROWING.tokens_before(end) - now >= tokens
+                assert end == step or GROWING.tokens_before(end - 1) - now < tokens
+            else:
+                assert 128 * (end - 41) < now + tokens - GROWING.total_tokens <= 128 * (end - 40)
+            assert start == 0 or now - GROWING.tokens_before(start) >= tokens
+            assert start == step or now - GROWING.tokens_before(start + 1) < tokens
+
+
+@pytest.mark.parametrize("every", ["7 steps", "100 tokens", "640 tokens", "5000 tokens"])
+def test_multiples_are_counted_over_every_batch_that_there_was(every: str) -> None:
+    duration = parse_duration(every)
+    counted = multiples(duration, GROWING)
+    for step in range(41):
+        done = step if duration.unit == "steps" else GROWING.tokens_before(step)
+        assert counted.before(step) == done // int(duration.amount)
+
+
+def test_multiples_of_steps_need_no_timeline() -> None:
+    assert multiples(parse_duration("20 steps"), GROWING) == Multiples(20, ((0, 0, 1),))
+
+
+ALIKE = single_phase("main", 16, 4, parse_duration("20 steps"))  # 64 tokens a step
+
+
+def _due(*texts: str) -> list[int]:
+    section = CheckpointSection(every=tuple(map(parse_duration, texts)))
+    return [step for step in range(1, 21) if section.is_due(step, ALIKE)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "steps"),
+    [
+        (("6 steps",), [6, 12, 18]),
+        (("1 step",), list(range(1, 21))),
+        (("320 tokens",), [5, 10, 15, 20]),
+        (("300 tokens",), [5, 10, 15, 19]),  # multiples between steps: the step that passes them
+        (("10 tokens",), list(range(1, 21))),  # several within a step: one checkpoint
+        (("8 steps", "320 tokens"), [5, 8, 10, 15, 16, 20]),
+        (("15 min",), []),
+        (("100 steps",), []),
+    ],
+)
+def test_checkpoints_by_count_come_at_each_multiple(texts: tuple[str, ...], steps: list[int]) -> None:
+    assert _due(*texts) == steps
+
+
+def test_the_last_step_of_a_phase_is_due_and_that_of_the_run_is_not_for_this() -> None:
+    segments = (Segment("main", 0, 4, 16, 4, 0, 0, 0), Segment("main", 4, 8, 16, 8, 16, 256, 16))
+    timeline = Timeline((*segments, Segment("anneal", 8, 12, 16, 8, 48, 768, 0)))
+    assert [step for step in range(1, 13) if timeline.ends_phase(step)] == [8]

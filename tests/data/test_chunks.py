@@ -6,8 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ds_pretrain.config.chunk_rule import changed_chunks, chunk_lengths, chunk_problems
-from ds_pretrain.config.timeline import Segment, Timeline
+from ds_pretrain.config.timeline import Segment, Timeline, changed_chunks, chunk_lengths, chunk_problems
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data import chunks as module

@@ -84,7 +84,7 @@ def step_on(
     nobody = SimpleNamespace(**no, stage=0)
     mine = share(batch, world.readers(engine.ranks_a_sequence), micro_sequences)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
-    record, _ = measure(plan, RunState(), mine, losses, update, 0.0, nobody, nobody, world)  # type: ignore[arg-type]
+    record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, nobody, nobody, world)  # type: ignore[arg-type]
     return record
 
 

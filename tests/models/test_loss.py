@@ -99,11 +99,10 @@ def test_p33_bf16_logits_agree_with_fp64_in_value_and_gradient() -> None:
     torch.testing.assert_close(wide.grad.double(), reference.grad, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("off", [None, 0, 0.0, "off"])
-def test_z_loss_is_exactly_absent_when_off_in_every_spelling(off: float | None) -> None:
+def test_z_loss_is_exactly_absent_when_off() -> None:
     logits, labels = _batch(10, 33, 3.0, torch.bfloat16)
     gradients = []
-    for z_loss in (off, 1e-300):  # the second runs the z path with nothing in it
+    for z_loss in (None, 1e-300):  # the second runs the z path with nothing in it
         leaf = logits.clone().requires_grad_()
         nll, z = cross_entropy_and_z(leaf, labels, z_loss)
         (nll + z).backward()

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.config.timeline import Stage, Timeline, make_timeline, parse_duration
+from ds_pretrain.config.plan import make_timeline
+from ds_pretrain.config.timeline import Timeline, parse_duration
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.models.flops import peak_flops
 from ds_pretrain.monitor.monitor import Monitor
-from tests.timelines import single_phase
+from tests.timelines import phase, single_phase
 
 RECORD = StepRecord(
     step=1,
@@ -134,7 +135,7 @@ def test_throughput_and_eta_count_the_batch_of_each_step_also_first_after_a_resu
     tmp_path: Path,
 ) -> None:
     zero, later, end = (parse_duration(f"{steps} steps") for steps in (0, 10, 20))
-    ramp = make_timeline([Stage("main", 100)], [(zero, 1000), (later, 4000)], end)
+    ramp = make_timeline([phase("main", 100)], [(zero, 1000), (later, 4000)], end)
     with open_monitor(tmp_path, timeline=ramp) as monitor:
         monitor.step(at(12))  # a resume behind the change
         monitor.step(at(9, step_seconds=0.5))  # a rollback to before it

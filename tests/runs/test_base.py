@@ -70,7 +70,7 @@ def _logits(world: World, run_file: str, ids: list[list[int]]) -> Any:
     """Of the engine as a start opens it, and the share of the weights that this rank holds."""
     initialize_distributed(world)
     plan = load_plan(run_file)
-    engine = open_run_engine(plan, world)
+    engine = open_run_engine(plan, world, open_inputs(plan).base)
     tensors = torch.tensor(ids)
     with engine.evaluating(), torch.no_grad():
         logits = engine.logits(tensors, None)
@@ -101,7 +101,7 @@ def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
     first = trace(tmp_path / "out")[0]
     assert first["loss"] == pytest.approx(_first_loss(load_plan(run_file), model), abs=1e-5)
     identity = json.loads((tmp_path / "out" / "run.json").read_text())["identity"]["model"]
-    base = load_plan(run_file).base
+    base = open_inputs(load_plan(run_file)).base
     assert base is not None
     assert identity["from"] == base.fingerprint
     assert next(r["event"] for r in read_metrics(tmp_path / "out/metrics.jsonl")) == "start"

@@ -3,14 +3,13 @@
 import json
 import shutil
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.config.schedule import Cosine, Wsd
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.core.text import changed_fields
 from ds_pretrain.training.compatibility import claim, directory_problems, past_changes, ropes_until, with_unit
@@ -20,9 +19,10 @@ from ds_pretrain.watchdog.rollback_log import write_cure
 from tests.scenario import deepspeed_json, make_run, write_corpus
 from tests.training.test_record import refusal, start
 
+SCHEDULE = {"length": 1000, "peak": 3e-4, "warmup": 100}
 OLD: dict[str, Any] = {
     "name": "a",
-    "schedule": {"kind": "wsd", **asdict(Wsd(3e-4, 1000, 100, 200, "1-sqrt", 0.0))},
+    "schedule": {"kind": "wsd", **SCHEDULE, "decay": 200, "shape": "1-sqrt", "floor": 0.0},
     "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "rate_rule": "none", "rate_tokens": None},
     "phases": {
         "main": {"first_step": 0, "seq_len": 16, "mixture": {"web": 1.0}, "rope": None},
@@ -122,8 +122,8 @@ def test_both_values_are_told() -> None:
 
 
 def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
-    new = {**OLD, "schedule": {"kind": "cosine", **asdict(Cosine(3e-4, 1000, 100, 0.1))}}
-    longer = {**OLD, "schedule": {"kind": "cosine", **asdict(Cosine(3e-4, 1001, 100, 0.1))}}
+    new = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "floor": 0.1}}
+    longer = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "length": 1001, "floor": 0.1}}
     assert not past_changes(new, longer, 101)  # the same warmup
     assert past_changes(new, longer, 103)
     assert past_changes(OLD, new, 103)

@@ -8,7 +8,7 @@ import pytest
 from ds_pretrain.commands.cli import main
 from ds_pretrain.commands.save_advice import interval_lines
 from ds_pretrain.config.plan import Plan, load_plan
-from ds_pretrain.config.schedule import Wsd
+from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import find_problems, open_inputs, summary
@@ -50,8 +50,8 @@ def test_p12_the_first_line_is_the_resolved_schedule(tmp_path: Path) -> None:
 
 def test_p14_the_stable_stretch_is_derived_and_its_boundaries_are_printed(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, steps=100), ["schedule.warmup=10%", "schedule.decay=20 steps"])
-    assert isinstance(plan.schedule, Wsd)
-    assert (plan.schedule.warmup, plan.schedule.decay_start, plan.last_step) == (10, 80, 100)
+    assert isinstance(plan.schedule, WsdSection)
+    assert (plan.schedule.warmup.steps, plan.schedule.decay_start, plan.last_step) == (10, 80, 100)
     first = lines_of(plan)[0]
     assert all(corner in first for corner in ("warmup end 10:", "decay start 80:", "last 99:"))
 

@@ -14,12 +14,13 @@ from random import Random
 import numpy as np
 import pytest
 
+from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.config.timeline import Segment, Timeline, parse_duration
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.watchdog import rollback_log as cure
-from ds_pretrain.watchdog.policy import Ladder, Response, after_rollback
+from ds_pretrain.watchdog.policy import Response, after_rollback
 from ds_pretrain.watchdog.rollback_log import Cure, read_cure, write_cure
 from tests.data.in_memory import SEQ_LEN, feed_of, source_of, timeline_of
 
@@ -166,7 +167,7 @@ class _Walk:
     """A run without a model: what the loop does to its state, its checkpoints and its cure."""
 
     timeline: Timeline
-    ladder: Ladder
+    section: WatchdogSection
     out: Path
     state: RunState = field(default_factory=RunState)
     trained: list[Draws] = field(default_factory=list)  # by step, in the history that counts
@@ -185,7 +186,7 @@ class _Walk:
         rollback = Rollback(base_step, self.state.step, onset, "spike", action, 1)
         base = RunState.from_json(self.checkpoints[base_step])
         response = Response("skip" if action == "skip" else "replay", base_step, "")
-        after = after_rollback(self.state, base, response, rollback, self.ladder)
+        after = after_rollback(self.state, base, response, rollback, self.section, self.timeline)
         write_cure(self.out, after)
         if dies:
             return self.start()
@@ -210,11 +211,10 @@ def _walks(seeds: range, out: Path, timeline: Timeline) -> Iterator[tuple[_Walk,
     for seed in seeds:
         draw = Random(seed).randrange
         before, after = (parse_duration(f"{n} steps") for n in (draw(6), 1 + draw(12)))
-        stretch = parse_duration("99 steps")
-        ladder = Ladder(("replay", "skip"), before, after, 3, 99, stretch, timeline)
+        section = WatchdogSection(skip_before=before, skip_after=after)
         folder = out / str(seed)
         folder.mkdir()
-        walk = _Walk(timeline, ladder, folder)
+        walk = _Walk(timeline, section, folder)
         walk.save()
         budget = 8
         while walk.state.step < timeline.last_step:
@@ -268,14 +268,14 @@ def test_p55_any_step_of_a_random_run_is_read_alike_on_one_to_eight_ranks(tmp_pa
 @pytest.mark.parametrize("base_step", [0, 10, 28, 30])
 def test_a_skip_stays_within_its_phase_and_the_next_phase_reads_on_as_before(base_step: int) -> None:
     """Windows that reach from `main` into `long`, back from `long` into `main`, and past the last step."""
-    before, after, stretch = (parse_duration(f"{n} steps") for n in (6, 12, 99))
-    ladder = Ladder(("skip",), before, after, patience=3, rollbacks=9, stretch=stretch, timeline=TIMELINE)
+    before, after = (parse_duration(f"{n} steps") for n in (6, 12))
+    section = WatchdogSection(skip_before=before, skip_after=after)
     read = [_read(TIMELINE, step, SkipLedger()) for step in range(50)]
     for onset in range(base_step + 1, 51):
         rollback = Rollback(base_step, min(50, onset + 3), onset, "spike", "skip", 1)
         response = Response("skip", base_step, "")
         base = RunState(base_step)
-        after = after_rollback(RunState(rollback.step), base, response, rollback, ladder)
+        after = after_rollback(RunState(rollback.step), base, response, rollback, section, TIMELINE)
         [skip] = after.ledger.skips
         assert skip.phase == TIMELINE.at(onset - 1).phase
         steps = range(max(base_step, onset - 7), min(50, onset + 11))
