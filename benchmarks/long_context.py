@@ -264,7 +264,7 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
         StopSignal(plan.out, world) as stop,
         suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
     source = open_source(run_file.parent / "validation")
     sets = [make_validation_set("held_out", source, seq_len, 1 << 17) for seq_len in (1024, SHORT)]
     seen, short = (evaluate(engines[0], [one], 4, world, retrieval=True) for one in sets)

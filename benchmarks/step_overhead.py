@@ -143,7 +143,7 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
         return engine
 
     with patch.object(train_module, "open_run_engine", open_in_turn), StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan))
+        train_module.train(plan, world, stop, RunLock(plan.out))
     return in_turn[0].ours[1:], in_turn[0].bare[1:]
 
 

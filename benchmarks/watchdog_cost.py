@@ -133,7 +133,7 @@ def measure_rank(run_file: Path) -> Spent:
         for each in patches:
             each.start()
         with StopSignal(plan.out, world) as stop:
-            train(plan, world, stop, RunLock(plan))
+            train(plan, world, stop, RunLock(plan.out))
     return spent
 
 

@@ -41,8 +41,8 @@ from ds_pretrain.data.validation_set import ValidationSet
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
+from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.curriculum import skipped_lines
-from ds_pretrain.training.record import claim
 from ds_pretrain.training.resume import (
     NO_WISH,
     Wish,
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.local_rank == 0:  # each host reads its own files, and its ranks read the same
             _complain(world, error)
         return error.exit_code
-    lock = RunLock(plan)
+    lock = RunLock(plan.out, f"{plan.run_path}: out")
     with StopSignal(plan.out, world) as stop:
         try:
             initialize_distributed(world)

@@ -72,10 +72,8 @@ OWNED_BY_DEEPSPEED = (
 
 # Edges that still have to be cut; the list ends empty.
 TO_CUT = {
-    "checkpoint.diff (layer 2) imports training.past (layer 3)",
     "checkpoint.retention imports watchdog.policy",
     "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
-    "core.run_lock (layer 0) imports config.plan (layer 1)",
     "core.on_main imports torch through checkpoint.rng, and has to work without",
 }
 

@@ -6,32 +6,81 @@ its manifest is written anew, with the new run's name and id. So a start finds i
 watchdog can go back to it, and what becomes of the parent's folder does not matter to the new run.
 """
 
+import argparse
+import json
+import os
 import shutil
 import sys
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ds_pretrain.checkpoint.inventory import size
-from ds_pretrain.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, step_name
-from ds_pretrain.checkpoint.remote import Remote, remote_at
-from ds_pretrain.checkpoint.retention import CALM
-from ds_pretrain.commands.branch_parent import Parent, bring, overlaps, pin, read_parent, require_whole
-from ds_pretrain.config.plan import Plan
+from ds_pretrain.checkpoint.inventory import size, verified
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    PARTIAL,
+    RUN_STATE,
+    Manifest,
+    parse_manifest,
+    step_name,
+)
+from ds_pretrain.checkpoint.remote import Remote, folder_as_remote, remote_at
+from ds_pretrain.checkpoint.retention import CALM, PINNED, manifest_sum
+from ds_pretrain.checkpoint.verify import broken_reason
+from ds_pretrain.commands.checkpoints import parent_place
+from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import sync_folder, write_atomic, write_point
+from ds_pretrain.core.files import free_bytes, make_synced, sync_folder, write_atomic, write_point
 from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.state import RunState
+from ds_pretrain.core.text import listed
+from ds_pretrain.training.compatibility import differences
 from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs
 from ds_pretrain.training.record import (
+    RECORD,
     Lineage,
     RunRecord,
-    differences,
+    new_run_id,
     occupied_problem,
     write_record,
 )
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a run branches from, in a folder here or at a place where copies are."""
+
+    place: Remote  # that holds the folder of the step
+    manifest: Manifest
+    manifest_sum: str  # SHA-256 of its text
+    num_rollbacks: int
+
+    @property
+    def name(self) -> str:
+        """The name of its run."""
+        return str(self.manifest.identity.get("name"))
+
+    @property
+    def directory(self) -> str:
+        """What holds it, in words."""
+        return self.place.place.rstrip("/")
+
+    @property
+    def where(self) -> str:
+        """The checkpoint itself, in words."""
+        return f"{self.directory}/{step_name(self.manifest.step)}"
+
+    @property
+    def folder(self) -> Path | None:
+        """Its folder on this host; None if it lies at a URL."""
+        return None if "://" in self.directory else Path(self.where)
+
+
+def branch_command(words: argparse.Namespace) -> int:
+    """Make a run that begins from a checkpoint of another."""
+    branch(parent_place(words.parent), words.at, load_plan(words.run_file, words.overrides))
+    return 0
 
 
 def branch(place: Path | Remote, step: int, plan: Plan) -> None:
@@ -42,43 +91,52 @@ def branch(place: Path | Remote, step: int, plan: Plan) -> None:
     Raises:
         InputError: with every problem found.
     """
-    parent = read_parent(place, step)
+    parent = _read_parent(folder_as_remote(place) if isinstance(place, Path) else place, step)
     inputs = open_inputs(plan)
-    record = _record(plan, parent, inputs)
-    target = _place(plan) / step_name(step)
+    manifest = parent.manifest
+    record = RunRecord(
+        name=plan.run.name,
+        identity={**manifest.identity, "name": plan.run.name},  # the parent's past under a new name
+        attempt=0,
+        wandb_id=new_run_id(),
+        saved_step=step,
+        origin=parent.where,
+        num_inherited=parent.num_rollbacks,
+        lineage=Lineage(parent.name, manifest.wandb_id, parent.directory, step, parent.manifest_sum),
+    )
+    target = _checkpoints_folder(plan) / step_name(step)
     if problems := list(_problems(plan, parent, inputs, record)):
         raise InputError(problems)
-    for line in _warnings(parent):
-        print(f"WARNING    {line}", file=sys.stderr)
-    require_whole(parent)
-    lock = RunLock(plan)
+    _warn_of_decay(manifest)
+    if parent.folder is not None and (reason := verified(parent.folder)):
+        raise InputError(f"{parent.where} is broken: {reason}; branch from another checkpoint")
+    lock = RunLock(plan.out, f"{plan.run_path}: out")
     lock.take()
     try:
         how = _begin(plan, parent, record, target)
-        _note(parent, plan)
+        _pin(parent, plan)
     finally:
         lock.release()
     print(f"branched   {plan.run.name} from {parent.name} at step {step:,}: {target} ({how})")
     print(f"next       ds-pretrain train {plan.run_path}, with the same overrides if there were any")
 
 
-def _record(plan: Plan, parent: Parent, inputs: Inputs) -> RunRecord:
-    """What the new run's directory remembers before its first start: the parent's past under a new name."""
-    manifest = parent.manifest
-    lineage = Lineage(parent.name, manifest.wandb_id, parent.directory, manifest.step, parent.manifest_sum)
-    return RunRecord(
-        name=plan.run.name,
-        identity={**manifest.identity, "name": plan.run.name},
-        attempt=0,
-        wandb_id=uuid.uuid4().hex[:12],
-        saved_step=manifest.step,
-        origin=parent.where,
-        num_inherited=parent.num_rollbacks,
-        lineage=lineage,
-    )
+def _read_parent(place: Remote, step: int) -> Parent:
+    if step not in (there := place.steps()):
+        steps = listed([f"{s:,}" for s in there], len(there)) or "none"
+        raise InputError(f"{place.place} has no checkpoint of step {step:,}; it has: {steps}")
+    try:
+        texts = [place.read(step, name) or b"" for name in (MANIFEST, RUN_STATE)]
+        manifest, state = parse_manifest(texts[0].decode()), RunState.from_json(texts[1].decode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{place.place}/{step_name(step)} is broken: its manifest or {RUN_STATE} cannot be read "
+            f"({error}); branch from another checkpoint"
+        ) from None
+    return Parent(place, manifest, manifest_sum(texts[0]), len(state.rollbacks))
 
 
-def _place(plan: Plan) -> Path:
+def _checkpoints_folder(plan: Plan) -> Path:
     """The folder that a start finds its checkpoints in: all hosts see it, also where each has its own."""
     if plan.run.checkpoint.local is None:
         return plan.checkpoints
@@ -92,31 +150,24 @@ def _place(plan: Plan) -> Path:
 
 
 def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> Iterator[str]:
-    step, section = parent.manifest.step, plan.run
-    if section.name == parent.name:
+    step, run = parent.manifest.step, plan.run
+    if run.name == parent.name:
         yield (
-            f"{plan.run_path}: name = {section.name!r} is the parent's; give the branch a name of its own "
+            f"{plan.run_path}: name = {run.name!r} is the parent's; give the branch a name of its own "
             "(what is logged goes by it)"
         )
-    if section.resume_from is not None:
+    if run.resume_from is not None:
         yield (
-            f"{plan.run_path}: resume_from = {section.resume_from} names another beginning than --at; "
-            "delete it"
+            f"{plan.run_path}: resume_from = {run.resume_from} names another beginning than --at; delete it"
         )
     is_over = step >= plan.last_step
     if is_over:
         yield (
-            f"{plan.run_path}: schedule.length = {section.schedule.length} ends at step {plan.last_step:,}, "
+            f"{plan.run_path}: schedule.length = {run.schedule.length} ends at step {plan.last_step:,}, "
             f"and the branch begins at step {step:,}: nothing is left to train; it counts from the parent's "
             "beginning"
         )
-    checkpoint = section.checkpoint
-    places = {
-        "out": section.out,
-        "checkpoint.local": checkpoint.local,
-        "checkpoint.ship_to": checkpoint.ship_to,
-    }
-    if inside := list(overlaps(parent, places)):
+    if inside := list(_overlaps(plan, parent)):
         yield from (f"{plan.run_path}: {problem}" for problem in inside)
     elif (problem := occupied_problem(plan) or _shipped_problem(plan)) is not None:
         yield problem
@@ -126,40 +177,75 @@ def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> 
         yield from differences(plan, record, inputs.data)
 
 
+def _overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
+    """Places of the new run that are the parent's: who deletes one takes both."""
+    section = plan.run.checkpoint
+    places = {
+        "out": plan.run.out,
+        "checkpoint.local": section.local,
+        "checkpoint.ship_to": section.ship_to,
+    }
+    for key, place in places.items():
+        if place is None:
+            continue
+        if "://" in place:
+            if place.rstrip("/") == parent.directory:
+                yield f"{key} = {place} is where the parent's checkpoints are; name another place"
+        elif (whose := _holder(parent, Path(place).resolve())) is not None:
+            yield f"{key} = {place} lies in {whose}; name a folder outside of it"
+
+
+def _holder(parent: Parent, place: Path) -> str | None:
+    roots: dict[Path, str] = {}
+    if parent.folder is not None:
+        root = parent.folder.parent.resolve()
+        roots[root] = f"the parent's folder of checkpoints ({root})"
+        if root.name == "checkpoints":
+            roots[root.parent] = f"the parent's run directory ({root.parent})"
+    for folder in (place, *place.parents):
+        if os.path.isfile(folder / MANIFEST):
+            return f"a checkpoint ({folder})"
+        if folder in roots:
+            return roots[folder]
+    return None
+
+
 def _shipped_problem(plan: Plan) -> str | None:
     """Why checkpoints of the new run cannot go to its place, as far as looking tells; a start proves it."""
     place = plan.run.checkpoint.ship_to
     if place is None:
         return None
-    try:
+    with suppress(InputError, OSError):
         remote = remote_at(place)
-        found = remote.label() or (b"" if not (steps := remote.steps()) else f"step {steps[0]:,}".encode())
-    except (InputError, OSError):
-        return None
-    if not found:
-        return None
-    return (
-        f"{plan.run_path}: checkpoint.ship_to = {place} holds the checkpoints of another run "
-        f"({found.decode(errors='replace')[:200]}); give each run a place of its own"
-    )
+        found = (remote.label() or b"").decode(errors="replace")
+        if found := found or "".join(f"step {step:,}" for step in remote.steps()[:1]):
+            return (
+                f"{plan.run_path}: checkpoint.ship_to = {place} holds the checkpoints of another run "
+                f"({found[:200]}); give each run a place of its own"
+            )
+    return None
 
 
-def _warnings(parent: Parent) -> Iterator[str]:
-    schedule: Mapping[str, Any] = parent.manifest.identity.get("schedule", {})
+def _warn_of_decay(manifest: Manifest) -> None:
     with suppress(KeyError, TypeError):
-        start = schedule["length"] - schedule["decay"]
-        if parent.manifest.step > start:
-            yield (
-                f"step {parent.manifest.step:,} lies in the parent's decay, which began at step {start:,}: "
-                "these weights are cooled down already; a stable checkpoint is one up to there"
+        schedule = manifest.identity["schedule"]
+        if manifest.step > (start := schedule["length"] - schedule["decay"]):
+            print(
+                f"WARNING    step {manifest.step:,} lies in the parent's decay, which began at step "
+                f"{start:,}: these weights are cooled down already; a stable checkpoint is one up to there",
+                file=sys.stderr,
             )
 
 
-def _note(parent: Parent, plan: Plan) -> None:
-    """Pin the parent's checkpoint. The branch does not need it, so one that is another's to write to may be
-    left as it is."""
+def _pin(parent: Parent, plan: Plan) -> None:
+    """Keep the parent's checkpoint for good, and say for whom.
+
+    The branch does not need it, so one that is another's to write to may be left as it is.
+    """
+    place, step = parent.place, parent.manifest.step
+    mark = {"name": plan.run.name, "out": str(plan.out.absolute())}
     try:
-        pin(parent, plan.run.name, str(plan.out.absolute()))
+        place.write(step, PINNED, (place.read(step, PINNED) or b"") + json.dumps(mark).encode() + b"\n")
     except OSError as error:
         print(
             f"WARNING    {parent.where} could not be pinned ({error.strerror or error}): its run may prune "
@@ -172,10 +258,12 @@ def _begin(plan: Plan, parent: Parent, record: RunRecord, target: Path) -> str:
     """Fill the run directory, the checkpoint's name last; how its files came there."""
     building = target.with_name(target.name + PARTIAL)
     try:
-        num_written, how = bring(parent, building)
+        num_written = _bring(parent, building)
         write_record(plan.out, record)  # before the manifest: a start after a kill here knows the lineage
-        write_atomic(building / MANIFEST, _manifest(plan, parent, record).to_json())
-        if parent.is_calm:
+        write_atomic(building / MANIFEST, _own_manifest(plan, parent, record).to_json())
+        if num_written and (reason := broken_reason(building)):
+            raise InputError(f"{building} was copied and reads back wrong ({reason}); look at that disk")
+        if parent.place.size(parent.manifest.step, CALM) is not None:
             (building / CALM).touch()
         for folder in {building, *(path.parent for path in building.rglob("*"))}:
             sync_folder(folder)
@@ -184,15 +272,16 @@ def _begin(plan: Plan, parent: Parent, record: RunRecord, target: Path) -> str:
         sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
-        (plan.out / "run.json").unlink(missing_ok=True)
+        (plan.out / RECORD).unlink(missing_ok=True)
         with suppress(OSError):
             target.parent.rmdir()  # if it is empty
         raise
+    how = "fetched" if parent.folder is None else "copied"
     return f"{size(num_written)} {how}" if num_written else "linked, no bytes copied"
 
 
-def _manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
-    """That of the parent's checkpoint, as one of the new run.
+def _own_manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
+    """The manifest of the parent's checkpoint, as one of the new run.
 
     Its probe stays: the first start knows by the identities whether its model computes the same there.
     """
@@ -203,3 +292,37 @@ def _manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
         attempt=record.attempt,
         overrides=plan.overrides,
     )
+
+
+def _bring(parent: Parent, building: Path) -> int:
+    """Put every file that the manifest lists into a folder; the bytes that were written.
+
+    A link takes no room: nothing writes into a checkpoint's files, and a deletion takes one of two names.
+
+    Raises:
+        InputError: there is no room, or what arrived is not what the manifest says.
+    """
+    shutil.rmtree(building, ignore_errors=True)
+    make_synced(building)
+    num_written, here = 0, parent.folder
+    for name, entry in parent.manifest.files.items():
+        path = building / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another file system, or one without links
+            if here is not None:
+                os.link(here / name, path)
+                continue
+        if (free := free_bytes(building)) < (missing := parent.manifest.total_bytes - num_written):
+            how = "takes" if here is None else "cannot be linked there, and a copy takes"
+            larger = "a larger disk" if here is None else "the file system of the parent"
+            raise InputError(
+                f"{building.parent}: {parent.where} {how} {size(missing)} where {size(free)} are free; make "
+                f"room, or put `out` on {larger}"
+            )
+        if parent.place.fetch(parent.manifest.step, name, path) != entry:
+            raise InputError(
+                f"{parent.where} is broken: {name} is not what its manifest says; branch from another "
+                "checkpoint"
+            )
+        num_written += entry.bytes
+    return num_written

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shipped", action="store_true", help="list, verify, pin, unpin: at checkpoint.ship_to of a run file"
     )
-    parser.set_defaults(call=checkpoints_command)
 
 
 def checkpoints_command(words: argparse.Namespace) -> int:

@@ -1,27 +1,17 @@
-"""The `ds-pretrain` command: parsing, and one call each."""
+"""The `ds-pretrain` command: parsing, and one call each. Sub-commands are imported when they are called."""
 
 import argparse
-import os
-import select
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import TypeAlias
 
 from ds_pretrain import __version__
 from ds_pretrain.commands.checkpoints import add_arguments as add_checkpoint_arguments
-from ds_pretrain.commands.commands import (
-    audit_command,
-    branch_command,
-    check_command,
-    prepare_command,
-    sample_command,
-    train_command,
-    verify_resume_command,
-    watchdog_command,
-)
 from ds_pretrain.core.errors import EXIT_FAILED, RunError
+from ds_pretrain.core.text import discard_unread, say
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -33,42 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = _parse(argv)
     try:
-        code: int = words.call(words)
+        module = import_module(f"ds_pretrain.commands.{words.module}")
+        code: int = getattr(module, f"{words.module}_command")(words)
         sys.stdout.flush()
+    except BrokenPipeError:
+        discard_unread(sys.stdout)
+        return 128 + signal.SIGPIPE
     except RunError as error:
-        _tell(error)
+        say(sys.stderr, f"ds-pretrain: {error}")
         return error.exit_code
     except OSError as error:  # of a disk or a store; what a program of ours says of it is a RunError
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-            return 128 + signal.SIGPIPE
-        _tell(error)
+        say(sys.stderr, f"ds-pretrain: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        _tell("interrupted")
+        say(sys.stderr, "ds-pretrain: interrupted")
         return 128 + signal.SIGINT
     return code
-
-
-def _tell(what: object) -> None:
-    try:
-        print(f"ds-pretrain: {what}", file=sys.stderr)
-    except BrokenPipeError:
-        _is_unread(sys.stderr)
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """True if the reader of a stream has gone: what is left in it then goes nowhere, also at the exit."""
-    try:
-        watched = select.poll()
-        watched.register(stream.fileno(), 0)
-    except (OSError, ValueError):  # no file at all
-        return False
-    if not any(state & select.POLLERR for _, state in watched.poll(0)):
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
-    return True
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -87,28 +57,34 @@ def _is_override(word: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Each sub-command is `NAME_command` of the module of its name."""
     parser = argparse.ArgumentParser(
         prog="ds-pretrain", description="Pretrain language models with DeepSpeed."
     )
     parser.add_argument("--version", action="version", version=f"ds_pretrain {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (
-        _add_train,
-        _add_check,
-        _add_prepare,
-        _add_checkpoints,
-        _add_branch,
-        _add_verify_resume,
-        _add_sample,
-        _add_watchdog,
-        _add_audit,
-    ):
-        add(commands)
+    _add_train(commands)
+    _add_check(commands)
+    _add_prepare(commands)
+    add_checkpoint_arguments(
+        _add(commands, "checkpoints", "list, verify, compare, pin or convert a run's checkpoints")
+    )
+    _add_branch(commands)
+    _add_verify_resume(commands)
+    _add_sample(commands)
+    _add_watchdog(commands)
+    _add_audit(commands)
+    return parser
+
+
+def _add(commands: Commands, name: str, about: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=about)
+    parser.set_defaults(module=name.replace("-", "_"))
     return parser
 
 
 def _add_train(commands: Commands) -> None:
-    parser = commands.add_parser("train", help="train a run file: composes and runs the `deepspeed` command")
+    parser = _add(commands, "train", "train a run file: composes and runs the `deepspeed` command")
     _add_run(parser)
     _add_launch(parser)
     parser.add_argument(
@@ -119,14 +95,11 @@ def _add_train(commands: Commands) -> None:
         action="store_true",
         help="open a checkpoint at `resume_from` that has no manifest: its pickles can run code",
     )
-    parser.set_defaults(call=train_command)
 
 
 def _add_verify_resume(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "verify-resume",
-        help="prove in two short launches that a resumed run is bitwise the uninterrupted one",
-    )
+    about = "prove in two short launches that a resumed run is bitwise the uninterrupted one"
+    parser = _add(commands, "verify-resume", about)
     _add_run(parser)
     _add_launch(parser)
     parser.add_argument(
@@ -140,7 +113,6 @@ def _add_verify_resume(commands: Commands) -> None:
         help="begin at the run's checkpoint of that step, to prove a resume in another phase or batch, or "
         "right on a change, K steps later (default: its first steps, which prove its first phase only)",
     )
-    parser.set_defaults(call=verify_resume_command)
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -158,58 +130,36 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "check", help="find what is wrong with a run file, and print what it resolves to"
-    )
+    parser = _add(commands, "check", "find what is wrong with a run file, and print what it resolves to")
     _add_run(parser)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks to check the batch against")
     parser.add_argument("--hostfile", type=Path, metavar="F", help="take the number of ranks from it")
     parser.add_argument(
         "--quick", action="store_true", help="arithmetic and files alone, without Transformers: seconds less"
     )
-    parser.set_defaults(call=check_command)
 
 
 def _add_prepare(commands: Commands) -> None:
-    parser = commands.add_parser("prepare", help="tokenize text into a .bin/.idx pair")
-    parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="files, folders, or a data set's hub name"
-    )
-    parser.add_argument("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
-    parser.add_argument(
-        "--train-tokenizer",
-        type=int,
-        metavar="N",
-        help="first train a byte-level BPE of N entries and save it as T",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="threads (default: the cores of this process)"
-    )
-    parser.add_argument(
-        "--document",
-        choices=("file", "paragraph", "line"),
-        default="file",
-        help="what of a text file is a document",
-    )
-    parser.add_argument("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
-    parser.add_argument("--split", default="train", metavar="NAME", help="of a data set on the hub")
-    parser.add_argument("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at PREFIX")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(call=prepare_command)
-
-
-def _add_checkpoints(commands: Commands) -> None:
-    add_checkpoint_arguments(
-        commands.add_parser("checkpoints", help="list, verify, compare, pin or convert a run's checkpoints")
-    )
+    parser = _add(commands, "prepare", "tokenize text into a .bin/.idx pair")
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="files, folders, or a data set's hub name")
+    add("--tokenizer", required=True, metavar="T", help="path or hub name, or `bytes`")
+    add("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
+    bpe = "first train a byte-level BPE of N entries and save it as T"
+    add("--train-tokenizer", type=int, metavar="N", help=bpe)
+    add("--workers", type=int, metavar="N", help="threads (default: the cores of this process)")
+    kinds = ("file", "paragraph", "line")
+    add("--document", choices=kinds, default="file", help="what of a text file is a document")
+    add("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
+    add("--split", default="train", metavar="NAME", help="of a data set on the hub")
+    add("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
+    add("--overwrite", action="store_true", help="replace what stands at PREFIX")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def _add_branch(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "branch", help="make a run that begins from a checkpoint of another, with another plan from there on"
-    )
+    about = "make a run that begins from a checkpoint of another, with another plan from there on"
+    parser = _add(commands, "branch", about)
     parser.add_argument(
         "parent",
         metavar="RUN",
@@ -217,23 +167,22 @@ def _add_branch(commands: Commands) -> None:
     )
     parser.add_argument("--at", type=int, required=True, metavar="STEP", help="of the checkpoint")
     _add_run(parser, "NEW.toml")
-    parser.set_defaults(call=branch_command)
 
 
 def _add_sample(commands: Commands) -> None:
-    parser = commands.add_parser("sample", help="print text from a run's newest checkpoint")
+    parser = _add(commands, "sample", "print text from a run's newest checkpoint")
     _add_run(parser)
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="how many")
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens of each, at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
-    parser.set_defaults(call=sample_command)
+    add = parser.add_argument
+    add("--prompt", default="", help="text to continue (default: the start of a document)")
+    add("--count", type=int, default=1, metavar="N", help="how many")
+    add("--tokens", type=int, default=100, metavar="N", help="tokens of each, at most")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    add("--seed", type=int, default=0)
+    add("--step", type=int, metavar="N", help="the checkpoint of this step")
 
 
 def _add_watchdog(commands: Commands) -> None:
-    parser = commands.add_parser("watchdog", help="judge a recorded loss curve, and plot the verdicts")
+    parser = _add(commands, "watchdog", "judge a recorded loss curve, and plot the verdicts")
     parser.add_argument(
         "curve",
         metavar="CURVE.csv|RUN",
@@ -243,32 +192,21 @@ def _add_watchdog(commands: Commands) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="watchdog.key=value", help="judges with another value"
     )
-    parser.set_defaults(call=watchdog_command)
 
 
 def _add_audit(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "audit", help="prove which samples a run was trained on, or show those of a step"
-    )
-    parser.add_argument("run", metavar="RUN", help="a run directory or a run file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="as `sources.web=PATH`, for data that moved"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="show the text that step N read")
-    parser.add_argument("--rank", type=int, metavar="R", help="of --step: what this rank read, whole")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        metavar="A",
-        help="of --step: as it was taken in that start (default: the last)",
-    )
-    parser.add_argument(
-        "--skipped", action="store_true", help="list every sample that was skipped, one a line"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="read every step again (default: 1,000), and count every sample"
-    )
-    parser.set_defaults(call=audit_command)
+    parser = _add(commands, "audit", "prove which samples a run was trained on, or show those of a step")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run directory or a run file")
+    moved = "as `sources.web=PATH`, for data that moved"
+    add("overrides", nargs="*", metavar="section.key=value", help=moved)
+    add("--step", type=int, metavar="N", help="show the text that step N read")
+    add("--rank", type=int, metavar="R", help="of --step: what this rank read, whole")
+    start = "of --step: as it was taken in that start (default: the last)"
+    add("--attempt", type=int, metavar="A", help=start)
+    add("--skipped", action="store_true", help="list every sample that was skipped, one a line")
+    every = "read every step again (default: 1,000), and count every sample"
+    add("--all", action="store_true", help=every)
 
 
 def _add_run(parser: argparse.ArgumentParser, name: str = "RUN.toml") -> None:

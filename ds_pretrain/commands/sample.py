@@ -1,5 +1,6 @@
 """Text from a checkpoint, on one process: the quickest look at what a run has learned."""
 
+import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import nn
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import published, step_of
 from ds_pretrain.checkpoint.shards import open_shards
-from ds_pretrain.config.plan import Plan
+from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.indexed import open_source
@@ -22,6 +23,23 @@ from ds_pretrain.models.build import build_model
 from ds_pretrain.training.curriculum import model_text
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
+
+
+def sample_command(words: argparse.Namespace) -> int:
+    """Print what a checkpoint of the run says."""
+    plan = load_plan(words.run_file, words.overrides)
+    texts = sample(
+        plan,
+        words.prompt,
+        count=words.count,
+        max_tokens=words.tokens,
+        temperature=words.temperature,
+        seed=words.seed,
+        step=words.step,
+    )
+    for name, text in texts:
+        print(f"--- {name}\n{text}")
+    return 0
 
 
 def sample(

@@ -11,9 +11,9 @@ samples, losses and norms from metrics.jsonl, every tensor and random stream fro
         straight/step_000000006/        what the uninterrupted run saved
 """
 
-import fcntl
+import argparse
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,12 @@ from typing import Any
 
 from ds_pretrain.checkpoint.inventory import chosen
 from ds_pretrain.checkpoint.manifest import step_name, step_of
-from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.commands.train import launch
+from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
-from ds_pretrain.core.jsonl import read_metrics
+from ds_pretrain.core.files import FileLock
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.text import counted, shown
 
 Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
@@ -64,6 +66,11 @@ class Place:
         return self.folder / "straight" / step_name(step)
 
 
+def verify_resume_command(words: argparse.Namespace) -> int:
+    """Prove that a resumed run is bitwise the uninterrupted one, or name what differs first."""
+    return verify_resume(words.run_file, words.overrides, words.steps, partial(launch, words), words.begin)
+
+
 def verify_resume(
     run_file: str, overrides: Sequence[str], steps: int, start: Start, begin: int | None = None
 ) -> int:
@@ -76,27 +83,49 @@ def verify_resume(
     Raises:
         InputError: the run has too few steps or no such checkpoint, or the folder for it is somebody else's.
     """
-    plan = load_plan(run_file, overrides)
-    _check_steps(plan, steps, begin)
+    plan, first = load_plan(run_file, overrides), begin or 0
+    middle, last = first + steps, first + 2 * steps
+    if steps < 1:
+        raise InputError(f"--steps {steps}: give 1 or more")
+    if plan.last_step < last:
+        after = "" if begin is None else f" after step {begin:,}"
+        raise InputError(
+            f"{plan.run_path}: schedule.length is {counted(plan.last_step, 'step')}, and the proof trains "
+            f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
+        )
     origin = None if begin is None else chosen(plan.out / "checkpoints", begin).absolute()
     place = Place(plan.out.with_name(f"{plan.out.name}.verify-resume"))
-    middle, last = (begin or 0) + steps, (begin or 0) + 2 * steps
-    launch = partial(start, [*overrides, *_own_overrides(place, middle, origin)], ["--stop-after", str(last)])
+    launch_both = partial(
+        start, [*overrides, *_own_overrides(place, middle, origin)], ["--stop-after", str(last)]
+    )
     with _held(place.folder):
-        if (code := _launched(launch, place, "first", (middle, last))) is not None:
-            return code
-        _put_aside(place, middle)
-        if (code := _launched(launch, place, "second", (last,))) is not None:
-            return code
-        if not _went_on_at(place, middle):
-            return EXIT_FAILED
-        equal = _compared(place, middle, last)
-    if not equal:
+        code = _train_twice(launch_both, place, middle, last)
+        if code == EXIT_FINISHED and not _compare(place, middle, last):
+            code = EXIT_FAILED
+    if code != EXIT_FINISHED:
         print(f"kept for a closer look: {place.folder}")
-        return EXIT_FAILED
+        return code
     for line in covered(plan.timeline, middle, last):
         print(line)
     shutil.rmtree(place.folder)
+    return EXIT_FINISHED
+
+
+def _train_twice(launch_run: Callable[[], int], place: Place, middle: int, last: int) -> int:
+    """Both launches; what the first saved after the middle is out of the second one's way, in `straight/`."""
+    for which, saves in (("first", (middle, last)), ("second", (last,))):
+        print(f"verify-resume: the {which} launch", flush=True)
+        code = launch_run()
+        missing = [step for step in saves if not place.saved(step).is_dir()]
+        if missing or code not in (EXIT_FINISHED, EXIT_PREEMPTED):
+            lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
+            print(f"verify-resume: the {which} launch ended with code {code}{lacking}; nothing is proven")
+            return code or EXIT_FAILED
+        if which == "first":
+            place.straight(last).parent.mkdir()
+            for folder in list(place.saved(last).parent.iterdir()):
+                if (step_of(folder.name.partition(".")[0]) or 0) > middle:
+                    folder.rename(place.straight(last).with_name(folder.name))
     return EXIT_FINISHED
 
 
@@ -138,37 +167,6 @@ def first_difference(
     return None
 
 
-def report(
-    different_step: str | None, different: Sequence[str], compared: tuple[int, int, int, int]
-) -> Iterator[str]:
-    """What to tell: the first step that differs, then tensors, streams and values; or what was proven.
-
-    `compared` counts tensors, steps, random streams and ranks.
-    """
-    if different_step is None and not different:
-        tensors, steps, streams, ranks = compared
-        yield (
-            f"bitwise equal: {counted(tensors, 'tensor')}, {counted(steps, 'step')}, "
-            f"{counted(streams, 'random stream')} on {counted(ranks, 'rank')}"
-        )
-        return
-    yield "a resumed run is not the uninterrupted one; docs/operations.md says what to look at"
-    if different_step is not None:
-        yield different_step
-    yield from different
-
-
-def _check_steps(plan: Plan, steps: int, begin: int | None) -> None:
-    if steps < 1:
-        raise InputError(f"--steps {steps}: give 1 or more")
-    if plan.last_step < (begin or 0) + 2 * steps:
-        after = "" if begin is None else f" after step {begin:,}"
-        raise InputError(
-            f"{plan.run_path}: schedule.length is {counted(plan.last_step, 'step')}, and the proof trains "
-            f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
-        )
-
-
 def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
     """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
     return [
@@ -185,91 +183,61 @@ def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """An empty folder with our mark, for this process alone; what an earlier proof left in it is deleted."""
-    lock_path = folder / _LOCK
-    if folder.exists() and not lock_path.is_file():
+    if folder.exists() and not (folder / _LOCK).is_file():
         raise InputError(
             f"{folder} exists and was not made by verify-resume, which needs a folder of that name: move it"
         )
+    busy = f"{folder}: another verify-resume of this run is at work; wait for it"
+    lock = FileLock(folder / _LOCK, lambda holder: busy)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_path.open("a")
+        lock.take()
     except OSError as error:
         raise InputError(f"{folder}: cannot write there ({error.strerror}); choose another `out`") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder}: another verify-resume of this run is at work; wait for it") from None
-        except OSError:
-            pass  # a file system without locks
+    try:
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-        try:
-            yield
-        except InputError:
-            if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
-                shutil.rmtree(folder)
-            raise
+        yield
+    except InputError:
+        if [path.name for path in folder.iterdir()] == [_LOCK]:  # refused before anything was made
+            shutil.rmtree(folder)
+        raise
+    finally:
+        lock.release()
 
 
-def _launched(launch: Callable[[], int], place: Place, which: str, saves: Sequence[int]) -> int | None:
-    """Launch once; the exit code to end with if it did not come to its end, all of `saves` saved."""
-    print(f"verify-resume: the {which} launch", flush=True)
-    code = launch()
-    missing = [step for step in saves if not place.saved(step).is_dir()]
-    if code in (EXIT_FINISHED, EXIT_PREEMPTED) and not missing:
-        return None
-    lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
-    _tell_unproven(place, f"the {which} launch ended with code {code}{lacking}")
-    return code or EXIT_FAILED
+def _compare(place: Place, middle: int, last: int) -> bool:
+    """Whether both launches made the same of the second half; says what was found."""
+    from ds_pretrain.checkpoint.diff import difference_lines, differences  # which imports torch
 
-
-def _tell_unproven(place: Place, why: str) -> None:
-    print(f"verify-resume: {why}; nothing is proven")
-    print(f"kept for a closer look: {place.folder}")
-
-
-def _put_aside(place: Place, middle: int) -> None:
-    """Take away whatever a start would find, finish or go on from that was saved after `middle`."""
-    aside = place.straight(middle).parent
-    aside.mkdir()
-    for folder in list(place.saved(middle).parent.iterdir()):
-        if (step_of(folder.name.partition(".")[0]) or 0) > middle:
-            folder.rename(aside / folder.name)
-
-
-def _went_on_at(place: Place, middle: int) -> bool:
-    """Whether the second launch resumed after `middle`; says so if not."""
-    path = place.out / "metrics.jsonl"
-    records = read_metrics(path) if path.is_file() else iter(())
-    begun = (r for r in records if r.get("event") in ("start", "resume") and r.get("attempt") == 2)
-    found = next(begun, {}).get("step")
+    steps: dict[int, dict[int, Mapping[str, Any]]] = {1: {}, 2: {}}  # of both attempts
+    found = None  # where the second launch began
+    path = place.out / METRICS
+    for record in read_metrics(path) if path.is_file() else ():
+        kind, attempt = record.get("event"), record.get("attempt")
+        if kind == "step" and attempt in steps:
+            steps[attempt][record["step"]] = record
+        elif kind in ("start", "resume") and attempt == 2 and found is None:
+            found = record.get("step")
     if found != middle:
-        where = "somewhere that metrics.jsonl does not tell" if found is None else f"after step {found:,}"
-        _tell_unproven(place, f"the second launch went on {where}, expected {middle:,} (see above why)")
-    return bool(found == middle)
-
-
-def _compared(place: Place, middle: int, last: int) -> bool:
-    """Compare what both launches made of the second half, and say what was found."""
-    from ds_pretrain.checkpoint.diff import difference_lines, differences
-
-    straight, resumed = _steps_by_attempt(read_metrics(place.out / "metrics.jsonl"))
+        where = f"somewhere that {METRICS} does not tell" if found is None else f"after step {found:,}"
+        print(
+            f"verify-resume: the second launch went on {where}, expected {middle:,} (see above why); nothing "
+            "is proven"
+        )
+        return False
     half = range(middle + 1, last + 1)
-    different_step = first_difference(straight, resumed, half)
-    found = differences(place.straight(last), place.saved(last))
-    lines = [] if found.same_state else list(difference_lines(found))
-    compared = (found.num_tensors, len(half), found.num_streams, found.num_ranks)
-    for line in report(different_step, lines, compared):
+    different_step = first_difference(steps[1], steps[2], half)
+    states = differences(place.straight(last), place.saved(last))
+    lines = [] if states.same_state else list(difference_lines(states))
+    if different_step is None and not lines:
+        print(
+            f"bitwise equal: {counted(states.num_tensors, 'tensor')}, {counted(len(half), 'step')}, "
+            f"{counted(states.num_streams, 'random stream')} on {counted(states.num_ranks, 'rank')}"
+        )
+        return True
+    print("a resumed run is not the uninterrupted one; docs/operations.md says what to look at")
+    for line in filter(None, (different_step, *lines)):
         print(line)
-    return different_step is None and not lines
-
-
-def _steps_by_attempt(
-    records: Iterable[Mapping[str, Any]],
-) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
-    """The step records of the first start and of the second."""
-    steps = [record for record in records if record.get("event") == "step"]
-    first, second = ({s["step"]: s for s in steps if s["attempt"] == attempt} for attempt in (1, 2))
-    return first, second
+    return False

@@ -3,9 +3,9 @@
 import fcntl
 import os
 import socket
+from pathlib import Path
 from typing import TextIO
 
-from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import ensure_writable_folder
 from ds_pretrain.core.run_files import stop_file
@@ -16,8 +16,9 @@ LOCK = ".run.lock"  # a file in the run directory
 class RunLock:
     """Holds the run directory for one start, on rank 0: however it was launched, a second one is refused."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._path, self._setting = plan.out / LOCK, f"{plan.run_path}: out"
+    def __init__(self, out: Path, setting: str = "out") -> None:
+        """`setting` names the key of the run file in messages."""
+        self._path, self._setting = out / LOCK, setting
         self._file: TextIO | None = None
 
     @property

@@ -169,12 +169,12 @@ def say(stream: TextIO, text: str) -> bool:
             stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
         stream.flush()
     except (OSError, ValueError):
-        _discard(stream)
+        discard_unread(stream)
         return False
     return True
 
 
-def _discard(stream: TextIO) -> None:
+def discard_unread(stream: TextIO) -> None:
     """Send what is left in a broken stream's buffer nowhere.
 
     Otherwise Python fails to flush it at exit and turns the exit code into 120:

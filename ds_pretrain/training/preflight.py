@@ -27,11 +27,9 @@ from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model, mask_w
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.pretrained import Base, read_base
 from ds_pretrain.models.rope_config import rope_value_problems
+from ds_pretrain.training.compatibility import WEIGHTS, directory_problems, other_config_problems
 from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems, phase_models
-from ds_pretrain.training.identity import WEIGHTS
-from ds_pretrain.training.meaning import other_config_problems
-from ds_pretrain.training.record import directory_problems
-from ds_pretrain.training.standing import lost_here, newest_here, origin_here
+from ds_pretrain.training.record import lost_here, newest_here, origin_here
 
 _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 

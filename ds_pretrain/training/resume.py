@@ -26,10 +26,8 @@ from ds_pretrain.core.text import say
 from ds_pretrain.data.loader import Batch, Feed, MicroBatch
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.training.identity import identity_of, with_unit
-from ds_pretrain.training.known_run import KnownRun
-from ds_pretrain.training.meaning import positions_at
-from ds_pretrain.training.record import RunRecord
+from ds_pretrain.training.compatibility import identity_of, ropes_until, with_unit
+from ds_pretrain.training.record import KnownRun, RunRecord
 from ds_pretrain.training.stages import Stages
 from ds_pretrain.training.step import sum_losses, token_losses_of
 
@@ -156,9 +154,8 @@ def check_probe(
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
-    before = positions_at(manifest.identity, saved.step)
-    now = positions_at(identity_of(plan, {}), saved.step)
-    if before is not None and before != now:
+    before, now = (ropes_until(one, saved.step) for one in (manifest.identity, identity_of(plan, {})))
+    if before != now:
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
             f"{plan.phase_at(saved.step).name}, whose rotary positions are others now"

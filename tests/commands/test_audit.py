@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from ds_pretrain.checkpoint.manifest import step_name
+from ds_pretrain.commands import audit as audit_module
 from ds_pretrain.commands import audit_history as history_module
-from ds_pretrain.commands import audit_proof as proof_module
-from ds_pretrain.commands.audit_checked import steps_of_skip
-from ds_pretrain.commands.audit_history import read_history
-from ds_pretrain.commands.audit_run import changed_words, opened
+from ds_pretrain.commands.audit import steps_of_skip
+from ds_pretrain.commands.audit_history import changed_words, open_audited, read_history
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.files import write_atomic
@@ -24,8 +23,9 @@ from ds_pretrain.core.jsonl import latest_attempt, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
+from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.record import claim, read_record, write_record
+from ds_pretrain.training.record import read_record, write_record
 from ds_pretrain.watchdog.rollback_log import write_cure
 from tests.scenario import make_run
 
@@ -180,7 +180,7 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
 
 def test_the_steps_that_count_are_those_of_the_latest_attempt(tmp_path: Path) -> None:
     told = _healed(tmp_path)
-    with opened(told.out) as run:
+    with open_audited(told.out) as run:
         rows = read_history(run).rows
     kept = latest_attempt(read_metrics(told.out / "metrics.jsonl"))
     assert np.flatnonzero(rows["seen"]).tolist() == [record["step"] for record in kept]
@@ -290,18 +290,18 @@ def test_p55_a_run_whose_phases_have_samples_of_other_lengths_is_proved_across_t
 def test_a_phase_that_did_not_read_on_where_the_one_before_ended_is_a_problem(tmp_path: Path) -> None:
     """And with every token counted, those that it read again are found."""
     told = _lengthened(tmp_path)
-    with opened(told.out) as run:
-        main = proof_module.Read("main", 1, 20, ((0, 100), (130, 190)), run.ledger)
-        right = proof_module.Read("long", 21, 40, ((0, 18), (28, 90)), run.ledger)
+    with open_audited(told.out) as run:
+        main = audit_module.Read("main", 1, 20, ((0, 100), (130, 190)), run.ledger)
+        right = audit_module.Read("long", 21, 40, ((0, 18), (28, 90)), run.ledger)
         wrong = replace(right, ledger=SkipLedger(told.state.ledger.skips[1:]))
-        assert [*proof_module._start_problems(run, [main, right])] == []
-        assert [*proof_module._epoch_problems(run, [main, right])] == []
-        [moved] = proof_module._start_problems(run, [main, wrong])
+        assert [*audit_module._start_problems(run, [main, right])] == []
+        assert [*audit_module._epoch_problems(run, [main, right])] == []
+        [moved] = audit_module._start_problems(run, [main, wrong])
         assert (
             "steps 21 to 40 of phase long were trained before the ledger skipped more of an earlier phase; "
             "expected none after it: of code, text they read other samples" in moved
         )
-        repeated = list(proof_module._epoch_problems(run, [main, wrong]))
+        repeated = list(audit_module._epoch_problems(run, [main, wrong]))
     assert [line.split(" were ")[0].split(" of ")[1] for line in repeated] == ["code", "text"]
 
 
@@ -325,7 +325,7 @@ def test_a_step_that_was_taken_back_does_not_stand_for_one_that_is_missing(
 def test_all_steps_are_read_again_only_if_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof_module, "_MOST_CHECKSUMS", 6)
+    monkeypatch.setattr(audit_module, "_MOST_CHECKSUMS", 6)
     told = Told(tmp_path).start().steps(40).write()
     assert "checksums  6 of 40 steps read again" in _audit(capsys, told.out)[1]
     assert "checksums  40 of 40 steps read again" in _audit(capsys, told.out, "--all")[1]
@@ -611,13 +611,19 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"identity": None}, "run.json: identity is None; expected what the run was started with; put an"),
-        ({"identity": {"sources": [1]}}, "run.json: identity is {'sources': [1]}; expected what"),
+        (
+            {"identity": None},
+            "run.json cannot be read (`identity`: Input should be an object, found null); put an",
+        ),
         (
             {"overrides": [1]},
-            "run.json: overrides are [1]; expected a list of texts; put an intact copy back",
+            "run.json cannot be read (`overrides.0`: Input should be a valid string, found 1",
         ),
-        ({"num_inherited": "x"}, "run.json: num_inherited is 'x'; expected a number of rollbacks"),
+        (
+            {"num_inherited": -1},
+            "(`num_inherited`: Input should be greater than or equal to 0, found -1); put an",
+        ),
+        ({"version": 2}, "run.json cannot be read (it is no record of version 1); put an intact copy back"),
     ],
 )
 def test_a_run_record_of_wrong_types_is_said(
@@ -685,14 +691,14 @@ def test_a_step_past_the_end_of_the_run_is_a_problem(
 
 def test_draws_that_are_lost_or_come_twice_are_told_with_the_steps_around(tmp_path: Path) -> None:
     told = Told(tmp_path).start().steps(4).write()
-    with opened(told.out) as run:
+    with open_audited(told.out) as run:
         reads = [
-            proof_module.Read("main", 1, 2, ((0, 16),)),
-            proof_module.Read("main", 3, 4, ((20, 36),)),
-            proof_module.Read("main", 5, 6, ((30, 46),)),
+            audit_module.Read("main", 1, 2, ((0, 16),)),
+            audit_module.Read("main", 3, 4, ((20, 36),)),
+            audit_module.Read("main", 5, 6, ((30, 46),)),
         ]
-        lost, twice = proof_module._draw_problems(run, reads)
-        counted = list(proof_module._epoch_problems(run, reads))
+        lost, twice = audit_module._draw_problems(run, reads)
+        counted = list(audit_module._epoch_problems(run, reads))
     assert lost == (
         "main draws [16, 20) are in no step and in no skip, between steps 1 to 2 and steps 3 to 4; expected "
         "every draw in one of them: those samples were lost"
@@ -708,11 +714,11 @@ def test_draws_that_are_lost_or_come_twice_are_told_with_the_steps_around(tmp_pa
 def test_epochs_are_counted_across_chunks_and_several_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof_module, "_CHUNK", 7)
+    monkeypatch.setattr(audit_module, "_CHUNK", 7)
     told = Told(tmp_path, steps=400).start().write()
-    with opened(told.out) as run:
-        whole = [proof_module.Read("main", 1, 400, ((0, 3200),))]  # some ten epochs
-        assert list(proof_module._epoch_problems(run, whole)) == []
+    with open_audited(told.out) as run:
+        whole = [audit_module.Read("main", 1, 400, ((0, 3200),))]  # some ten epochs
+        assert list(audit_module._epoch_problems(run, whole)) == []
         locate = type(run.sampler).at_draws
 
         def repeating(self: Any, phase: str, seq_len: int, draws: Any, step: int, ledger: Any = None) -> Any:
@@ -720,7 +726,7 @@ def test_epochs_are_counted_across_chunks_and_several_epochs(
             return replace(ids, sample=np.where(ids.sample == 3, 4, ids.sample))
 
         monkeypatch.setattr(type(run.sampler), "at_draws", repeating)
-        problems = list(proof_module._epoch_problems(run, whole))
+        problems = list(audit_module._epoch_problems(run, whole))
     epochs = max(told.sampler.at_draws("main", 16, np.arange(3200, dtype=np.uint64), 0).epoch) + 1
     assert len(problems) > epochs
 
@@ -730,7 +736,7 @@ def test_a_long_run_is_read_again_at_a_spread_of_steps_and_after_every_change() 
     rows["seen"][1:] = True
     rows["attempt"][50_001:] = 2
     rows["num_rollbacks"][70_003:] = 1  # a replay, which is no skip
-    chosen = proof_module._spread(rows, np.flatnonzero(rows["seen"]))
+    chosen = audit_module._spread(rows, np.flatnonzero(rows["seen"]))
     assert 990 <= len(chosen) <= 1000
     assert {1, 50_001, 70_003, 100_000} <= set(chosen.tolist())
     assert int(np.diff(chosen).max()) < 110
@@ -742,7 +748,7 @@ def test_the_record_of_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     told.lines += [
         {**line, "step": step, "tokens": step * 128, "samples": step * 8} for step in range(4, 3001)
     ]
-    with opened(told.write().out) as run:
+    with open_audited(told.write().out) as run:
         rows = read_history(run).rows
     assert (len(rows), int(rows["seen"].sum())) == (3001, 3000)
     assert rows.itemsize < 50

@@ -17,8 +17,8 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT
 from ds_pretrain.data.indexed import IndexedWriter
+from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.record import claim
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, deepspeed_json, make_run
 

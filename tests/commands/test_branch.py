@@ -18,17 +18,17 @@ from ds_pretrain.checkpoint.manifest import (
     parse_manifest,
     step_name,
 )
+from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
-from ds_pretrain.commands import branch_parent as parent_module
+from ds_pretrain.commands import branch as branch_module
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.files import checksum, copied_beside
+from ds_pretrain.core.files import checksum
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.training.identity import identity_of
-from ds_pretrain.training.known_run import KnownRun
+from ds_pretrain.training.compatibility import claim, identity_of
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.record import claim, read_record
+from ds_pretrain.training.record import KnownRun, read_record
 from tests.scenario import make_run, write_corpus
 
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -373,7 +373,7 @@ def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing
 
     monkeypatch.setattr(os, "link", refuse)
     with monkeypatch.context() as patch:
-        patch.setattr(parent_module, "free_bytes", lambda folder: 100)
+        patch.setattr(branch_module, "free_bytes", lambda folder: 100)
         said = refusal(capsys, words(tmp_path, 8))
         assert "cannot be linked there, and a copy takes" in said
         assert "where 100 B are free; make room" in said
@@ -443,7 +443,7 @@ def test_what_cannot_be_fetched_whole_is_refused_and_nothing_is_left_behind(
     said = refusal(capsys, [*command[:3], "7", *command[4:]])
     assert f"{place} has no checkpoint of step 7; it has: 11, 8, 4" in said
     with monkeypatch.context() as patch:
-        patch.setattr(parent_module, "free_bytes", lambda folder: 100)
+        patch.setattr(branch_module, "free_bytes", lambda folder: 100)
         assert "where 100 B are free; make room, or put `out` on a larger disk" in refusal(capsys, command)
     fs, there = url_to_fs(place)
     fs.pipe_file(f"{there}/{step_name(8)}/{SHARD}", b"x" * 1000)
@@ -477,15 +477,16 @@ def test_a_copy_that_reads_back_as_something_else_is_refused(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    copied = copied_beside
+    fetch = Remote.fetch
 
-    def flipped(source: Path, target: Path) -> Path:
-        path = copied(source, target)
+    def flipped(self: Remote, step: int, name: str, path: Path) -> FileEntry:
+        entry = fetch(self, step, name, path)
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-        return path
+        return entry
 
-    monkeypatch.setattr(parent_module, "copied_beside", flipped)
-    assert "was copied and reads back as something else" in refusal(capsys, words(tmp_path, 8))
+    monkeypatch.setattr(Remote, "fetch", flipped)
+    said = refusal(capsys, words(tmp_path, 8))
+    assert "was copied and reads back wrong (the checksum of run_state.json does not match" in said
     assert contents(tmp_path / "cool") == [".run.lock"]
 
 
@@ -497,6 +498,6 @@ def test_a_parent_that_cannot_be_written_to_is_branched_all_the_same(
     def refuse(*words: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(parent_module, "note_branch", refuse)
+    monkeypatch.setattr(Remote, "write", refuse)
     assert main(words(tmp_path, 8)) == 0
     assert "could not be pinned (Permission denied): its run may prune it" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.commands import cli, commands
+from ds_pretrain.commands import cli, train
 from ds_pretrain.launch.command import Command
 from tests.scenario import make_run
 
@@ -21,7 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, Path]]:
         calls.append((command, out))
         return 75
 
-    monkeypatch.setattr(commands, "run", note)
+    monkeypatch.setattr(train, "run", note)
     return calls
 
 

@@ -13,7 +13,6 @@ import torch
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint.restore import newest_intact
 from ds_pretrain.commands import cli
-from ds_pretrain.commands import commands as commands_module
 from ds_pretrain.commands import sample as sample_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
@@ -49,7 +48,7 @@ def train_and_gather(world: World, run_file: str) -> dict[str, Any]:
     patch.setattr(train_module, "open_run_engine", opened)
     plan = load_plan(run_file, ())
     with StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan))
+        train_module.train(plan, world, stop, RunLock(plan.out))
     patch.undo()
     weights = {}
     for name, parameter in engines[0]._engine.module.named_parameters():
@@ -231,6 +230,6 @@ def test_ctrl_c_says_so_in_a_line(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands_module, "load_plan", interrupted)
+    monkeypatch.setattr(sample_module, "load_plan", interrupted)
     assert cli.main(["sample", "run.toml"]) == 130
     assert capsys.readouterr().err == "ds-pretrain: interrupted\n"

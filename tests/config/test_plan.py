@@ -11,7 +11,7 @@ from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.config.timeline import accumulation
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import changed_fields
-from ds_pretrain.training.identity import identity_of, with_unit
+from ds_pretrain.training.compatibility import identity_of, with_unit
 from tests.scenario import deepspeed_json, make_run
 from tests.timelines import cosine, wsd
 

@@ -130,7 +130,7 @@ def run_elastic(
         StopSignal(plan.out, world) as stop,
         contextlib.suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
     patch.undo()
     finished = snapshot(engines[-1]._engine, world)
     return Outcome(

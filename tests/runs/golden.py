@@ -79,7 +79,7 @@ def run_rank(
     plan = load_plan(run_file, overrides)
     ending = nullcontext() if stop_after is None else pytest.raises(Preempted)
     with StopSignal(plan.out, world) as stop, ending:
-        train_module.train(plan, world, stop, RunLock(plan), Wish(stop_after))
+        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
     return engines[-1].digest(), rates, samples
 
 

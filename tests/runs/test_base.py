@@ -380,8 +380,7 @@ def test_what_does_not_go_with_the_learned_weights_is_refused(
     said = refusal(capsys, run_file, f"model.config={tmp_path}/model.json")
     assert f"model.json says num_hidden_layers = 3, and {tmp_path}/base/config.json says 2; leave" in said
     aside = {"transformers_version": "4.1", "use_cache": False, "dtype": "bfloat16", "architectures": []}
-    table = {"rope_parameters": None, "rope_theta": 5e5}  # the older of two layouts
-    (tmp_path / "model.json").write_text(json.dumps(own | aside | table))
+    (tmp_path / "model.json").write_text(json.dumps(own | aside))
     assert main(["check", str(run_file), f"model.config={tmp_path}/model.json", "model.qk_norm=false"]) == 0
     assert "unknown key `model.base`" in refusal(capsys, run_file, f"model.base={tmp_path}")
 

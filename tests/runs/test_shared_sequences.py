@@ -116,7 +116,7 @@ def _stop(world: World, run_file: str, step: int) -> None:
     """Train until a request to stop after this step."""
     plan = load_plan(run_file)
     with StopSignal(plan.out, world) as stop, suppress(Preempted):
-        train(plan, world, stop, RunLock(plan), Wish(step))
+        train(plan, world, stop, RunLock(plan.out), Wish(step))
 
 
 def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_again(tmp_path: Path) -> None:

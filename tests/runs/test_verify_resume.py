@@ -92,7 +92,7 @@ def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequenc
     wish = Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
     with StopSignal(plan.out, world) as stop:
         try:
-            train_module.train(plan, world, stop, RunLock(plan), wish)
+            train_module.train(plan, world, stop, RunLock(plan.out), wish)
         except Preempted as error:
             return error.exit_code
     return 0

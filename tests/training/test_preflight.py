@@ -11,8 +11,9 @@ from ds_pretrain.commands.save_advice import interval_lines
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import find_problems, open_inputs, summary
-from ds_pretrain.training.record import claim, note_saved
+from ds_pretrain.training.record import note_saved
 from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
 
 

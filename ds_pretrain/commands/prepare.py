@@ -1,0 +1,38 @@
+"""`ds-pretrain prepare SOURCE ...`: tokenizes text into a source."""
+
+import argparse
+import sys
+
+from ds_pretrain.core.text import counted
+from ds_pretrain.data.prepare import PrepareOptions, prepare
+
+
+def prepare_command(words: argparse.Namespace) -> int:
+    """Write the `.bin/.idx` pair, and say what is in it."""
+    options = PrepareOptions(
+        words.sources,
+        words.tokenizer,
+        words.out,
+        words.workers,
+        train_tokenizer_size=words.train_tokenizer,
+        text_column=words.text_column,
+        split=words.split,
+        document=words.document,
+        eos_token=words.eos_token,
+        overwrite=words.overwrite,
+        progress=not words.quiet,
+    )
+    done = prepare(options)
+    size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
+    print(
+        f"{done.prefix}: {size} ({done.dtype}, vocabulary "
+        f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones "
+        f"dropped, {done.tokens_per_second:,.0f} tokens/s"
+    )
+    if done.replaced:
+        print(
+            f"WARNING    {counted(done.replaced, 'document')} with U+FFFD, which stands for bytes that are "
+            "not UTF-8; `grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
+            file=sys.stderr,
+        )
+    return 0
