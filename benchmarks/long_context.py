@@ -40,8 +40,7 @@ from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import Preempted
 from ds_pretrain.core.metrics import IGNORED
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.data.validation_set import make_validation_set
@@ -264,7 +263,7 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
         StopSignal(plan.out, world) as stop,
         suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
+        train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
     source = open_source(run_file.parent / "validation")
     sets = [make_validation_set("held_out", source, seq_len, 1 << 17) for seq_len in (1024, SHORT)]
     seen, short = (evaluate(engines[0], [one], 4, world, retrieval=True) for one in sets)

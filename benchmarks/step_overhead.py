@@ -33,9 +33,8 @@ from torch.nn.functional import cross_entropy
 from ds_pretrain import train as train_module
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, gather_objects
-from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.data.loader import MicroBatch
 from ds_pretrain.engine.engine import Engine, Update, ZeroEngine
@@ -143,13 +142,13 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
         return engine
 
     with patch.object(train_module, "open_run_engine", open_in_turn), StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan.out))
+        train_module.train(plan, world, stop, run_lock(plan.out))
     return in_turn[0].ours[1:], in_turn[0].bare[1:]
 
 
 def read_batches(plan: Plan, world: World) -> list[tuple[MicroBatch, ...]]:
     """This rank's micro-batches of every step."""
-    with open_feed(plan, open_inputs(plan), world) as feed:
+    with open_feed(plan, open_inputs(plan).sources, world) as feed:
         return [feed.at(RunState(step)).micro_batches for step in range(plan.last_step)]
 
 

@@ -34,8 +34,7 @@ from report import finish, judge, spread
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine import engine as engine_module
 from ds_pretrain.engine.engine import Update, ZeroEngine
@@ -133,7 +132,7 @@ def measure_rank(run_file: Path) -> Spent:
         for each in patches:
             each.start()
         with StopSignal(plan.out, world) as stop:
-            train(plan, world, stop, RunLock(plan.out))
+            train(plan, world, stop, run_lock(plan.out))
     return spent
 
 

@@ -419,7 +419,7 @@ def test_a_run_file_field_that_deepspeed_owns_is_reported() -> None:
 
 def test_the_login_node_side_imports_nothing_heavy() -> None:
     launch = sorted(module for module in read_package(ROOT) if room_of(module) == "launch")
-    modules = ["training.preflight", "training.record", "core.stop", "commands.cli", *launch]
+    modules = ["training.preflight", "training.record", "core.run_files", "commands.cli", *launch]
     code = (
         "import importlib, sys\n"
         f"for module in {modules!r}: importlib.import_module('ds_pretrain.' + module)\n"

@@ -31,8 +31,14 @@ from ds_pretrain.checkpoint.verify import broken_reason
 from ds_pretrain.commands.checkpoints import parent_place
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import free_bytes, make_synced, sync_folder, write_atomic, write_point
-from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.files import (
+    free_bytes,
+    make_synced,
+    sync_folder,
+    write_atomic,
+    write_point,
+)
+from ds_pretrain.core.run_files import hold_run_directory, run_lock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import listed
 from ds_pretrain.training.compatibility import differences
@@ -41,8 +47,8 @@ from ds_pretrain.training.record import (
     RECORD,
     Lineage,
     RunRecord,
+    foreign_files,
     new_run_id,
-    occupied_problem,
     write_record,
 )
 
@@ -110,8 +116,8 @@ def branch(place: Path | Remote, step: int, plan: Plan) -> None:
     _warn_of_decay(manifest)
     if parent.folder is not None and (reason := verified(parent.folder)):
         raise InputError(f"{parent.where} is broken: {reason}; branch from another checkpoint")
-    lock = RunLock(plan.out, f"{plan.run_path}: out")
-    lock.take()
+    lock = run_lock(plan.out)
+    hold_run_directory(lock, plan.out, f"{plan.run_path}: out")
     try:
         how = _begin(plan, parent, record, target)
         _pin(parent, plan)
@@ -169,7 +175,9 @@ def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> 
         )
     if inside := list(_overlaps(plan, parent)):
         yield from (f"{plan.run_path}: {problem}" for problem in inside)
-    elif (problem := occupied_problem(plan) or _shipped_problem(plan)) is not None:
+    elif found := foreign_files(plan.out):
+        yield f"{plan.run_path}: out = {plan.out} is not empty ({found}); give an empty or a new folder"
+    elif (problem := _shipped_problem(plan)) is not None:
         yield problem
     elif not is_over:
         yield from find_problems(plan, inputs, None, "the branch")

@@ -13,7 +13,12 @@ from os.path import abspath
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.deepspeed import check_deepspeed, check_ranks, sequence_parallel_size
+from ds_pretrain.config.deepspeed import (
+    check_deepspeed,
+    check_ranks,
+    resolve_deepspeed,
+    sequence_parallel_size,
+)
 from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
@@ -60,6 +65,13 @@ class Plan:
     deepspeed: Mapping[str, Any]
     timeline: Timeline
     schedule: CosineSection | WsdSection  # in steps
+
+    @property
+    def resolved_deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed JSON with the values that the run file owns filled in, as the engine takes it."""
+        return resolve_deepspeed(
+            self.deepspeed, peak=self.run.schedule.peak, micro_sequences=self.run.batch.micro_sequences
+        )
 
     @property
     def out(self) -> Path:

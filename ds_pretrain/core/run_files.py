@@ -7,12 +7,20 @@ The ranks and the command that started them share no memory and, over several ho
 
 import json
 import os
+import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
-from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
+
+LOCK = ".run.lock"  # a file in the run directory
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -97,3 +105,81 @@ def forget_last_start(out: Path) -> None:
     """Remove the stop request, the rank files and the exit code of an earlier start of the run in `out`."""
     for path in [stop_file(out), out / "exit_code.json", *ranks_folder(out).glob("rank_*.json")]:
         path.unlink(missing_ok=True)
+
+
+def run_lock(out: Path) -> FileLock:
+    """Make the lock of a run directory, for one start at a time, however it was launched. On rank 0."""
+    return FileLock(
+        out / LOCK,
+        lambda holder: (
+            f"{out}: this run is running already ({holder}); stop it with `touch {stop_file(out)}` and wait, "
+            "or give another `out`"
+        ),
+    )
+
+
+def hold_run_directory(lock: FileLock, out: Path, setting: str) -> None:
+    """Create a run directory if need be and take its lock. On rank 0.
+
+    Raises:
+        InputError: it cannot be written (`setting` names the key that asked for it), or another start holds it.
+    """
+    ensure_writable_folder(out, setting)
+    lock.take()
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT (stop) and SIGUSR1 (save) while it is open.
+
+    The handler does no more: a save is never interrupted.
+    """
+
+    def __init__(self, out: Path, world: World) -> None:
+        self._file, self._save_file = stop_file(out), save_file(out)
+        self._looks = world.is_main  # one rank looks at the file system
+        self._signalled = self._save_signalled = False
+        self._has_looked = False  # only then is the folder known to be this run's
+        self._save_file_stays = False
+        self._before: Sequence[Any] = ()
+
+    def __enter__(self) -> "StopSignal":
+        self._before = [signal.signal(number, self._note) for number in _SIGNALS]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in zip(_SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)
+        if self._has_looked:
+            self._file.unlink(missing_ok=True)  # it was for this start, not for the next
+
+    def is_asked(self) -> bool:
+        """True if this rank was asked. Other ranks may not have been: share it before acting on it."""
+        self._has_looked = self._looks
+        return self._signalled or (self._looks and _exists(self._file))
+
+    def is_save_asked(self) -> bool:
+        """True once for each request to save: SIGUSR1 here, or the file `save-now`, which is removed."""
+        asked, self._save_signalled = self._save_signalled, False
+        if self._looks and not self._save_file_stays and _exists(self._save_file):
+            asked = True
+            try:
+                self._save_file.unlink(missing_ok=True)
+            except OSError:  # somebody else's: it asks once, not at every step
+                self._save_file_stays = True
+        return asked
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._save_signalled = True
+        else:
+            self._signalled = True
+
+
+def _exists(path: Path) -> bool:
+    """Whether a file is there; a file system that does not answer asks for nothing."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

@@ -248,7 +248,7 @@ def directory_problems(
         ]
     goes_on = record is None and known is None and origin is not None and origin.name == plan.run.name
     newest = origin if goes_on else known
-    record = record or remembered_record(plan, known, origin)
+    record = record or remembered_record(plan.run.name, known, origin)
     if record is None or (record.origin is not None and not record.identity):  # what is not ours says nothing
         return []
     steps = (record.saved_step, None if newest is None else newest.step)
@@ -321,8 +321,8 @@ def claim(
             "there, or give it as resume_from to a run of its own"
         )
     if before is not None and before.saved_step is not None and known is None:
-        raise InputError(lost_words(plan, before.saved_step))
-    record = before or remembered_record(plan, known, origin)
+        raise InputError(lost_words(plan.out, before.saved_step))
+    record = before or remembered_record(plan.run.name, known, origin)
     record = record or RunRecord(plan.run.name, identity, 0, new_run_id(), None)
     attempt = record.attempt + 1
     changes = changed_fields(record.identity or identity, identity)

@@ -3,33 +3,57 @@
 No torch here: `ds-pretrain check` runs this in seconds on a login node, and each start runs it again.
 """
 
+import hashlib
+import json
+import platform
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ds_pretrain.checkpoint.manifest import published, step_of
 from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
 from ds_pretrain.config.plan import Plan, check_world
-from ds_pretrain.config.schema import HeldOutSection
-from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
-from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import folder_problem
-from ds_pretrain.core.text import counted, listed, text_plot
+from ds_pretrain.config.schema import HeldOutSection, PhaseSection
+from ds_pretrain.config.timeline import Segment, accumulation, chunk_problems, worlds_that_divide
+from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.files import folder_problem, write_atomic
+from ds_pretrain.core.state import SkipLedger
+from ds_pretrain.core.text import counted, listed, say, text_plot
 from ds_pretrain.data.filtered import open_section
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.inspect import check_source, describe_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
+from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
+from ds_pretrain.data.validation_set import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.engine.skip_step import drop_problems
-from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model, mask_warnings, sharing_problems
+from ds_pretrain.models.config_check import (
+    QK_NORM_ADDABLE,
+    asks_transformers,
+    check_model,
+    mask_warnings,
+    masking_problems,
+    sharing_problems,
+)
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.pretrained import Base, read_base
-from ds_pretrain.models.rope_config import rope_value_problems
+from ds_pretrain.models.rope_config import (
+    describe_rope,
+    has_rope,
+    rope_change_problems,
+    rope_change_warnings,
+    rope_value_problems,
+    with_rope,
+)
 from ds_pretrain.training.compatibility import WEIGHTS, directory_problems, other_config_problems
-from ds_pretrain.training.curriculum import curriculum_lines, data_problems, model_problems, phase_models
-from ds_pretrain.training.record import lost_here, newest_here, origin_here
+from ds_pretrain.training.curriculum import mixtures, open_sampler, phase_models
+from ds_pretrain.training.record import lost_here, newest_here, read_known
 
 _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 
@@ -106,7 +130,11 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += data_problems(plan, inputs.sources)
     problems += _tokenizer_problems(inputs)
     problems += _base_problems(plan, inputs)
-    problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
+    origin = None if plan.run.resume_from is None else read_known(Path(plan.run.resume_from))
+    problems_here = directory_problems(plan, inputs.data, newest_here(plan.checkpoints), origin)
+    if not problems_here and plan.ship_to is None:
+        problems_here = lost_here(plan.out, plan.checkpoints)
+    problems += problems_here
     problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
     problems += version_problems()
     if world_size is not None:
@@ -132,6 +160,58 @@ def build_problems(plan: Plan, base: Base | None) -> list[str]:
     except InputError as error:
         return list(error.problems)
     return []
+
+
+def prepare_inputs(plan: Plan, world: World) -> Inputs:
+    """Open the data on every rank and check all that can be checked without an engine. Collective.
+
+    Raises:
+        InputError: on every rank, with every rank's problems.
+    """
+    problems: list[str] = []
+    inputs, seen = Inputs({}, {}), ""
+    try:
+        inputs = open_inputs(plan)
+        seen = _digest(plan, inputs)
+        if world.is_main:
+            problems = find_problems(plan, inputs, world.size, "the launcher")
+            problems += [] if problems else build_problems(plan, inputs.base)
+    except InputError as error:
+        problems = list(error.problems)
+    told = gather_objects(world, (problems, seen, platform.node()))
+    everyone = list(dict.fromkeys(p for problems, _, _ in told for p in problems))
+    if not everyone:
+        others = {node for _, digest, node in told if digest != told[0][1]}
+        everyone = [
+            f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {told[0][2]} under "
+            "the same paths; bring its copies up to date"
+            for node in sorted(others)
+        ]
+    if everyone:
+        raise agreed(InputError(everyone))
+    return inputs
+
+
+def _digest(plan: Plan, inputs: Inputs) -> str:
+    """What this rank has read: equal only if it would train the same run."""
+    data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
+    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def announce(plan: Plan, inputs: Inputs, world: World) -> None:
+    """Print the resolved run, and keep what it is made of in the run directory. Collective."""
+    hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
+    if world.is_main:
+        for line in summary(plan, inputs, world.size):
+            say(sys.stdout, line)
+        say(sys.stdout, f"ranks      {world.size}: {', '.join(hosts)}")
+        write_atomic(plan.out / "run.toml", plan.run_text)
+        write_atomic(plan.out / "model.json", plan.model_text)
+        write_atomic(plan.out / "deepspeed_resolved.json", json.dumps(plan.resolved_deepspeed, indent=1))
+        write_atomic(
+            plan.out / "ranks.json", json.dumps({"world_size": world.size, "ranks": hosts}, indent=1)
+        )
 
 
 def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
@@ -331,3 +411,126 @@ def rate_lines(plan: Plan) -> list[str]:
         phases[first : first + len(name)] = name
     rates = [[plan.rate(step, step)] for step in steps]
     return [*text_plot(rates, _PLOT_HEIGHT), f"{'':9} {''.join(phases)}"]
+
+
+def model_problems(plan: Plan) -> Iterator[str]:
+    """Phases that the model cannot have: lengths, rotary positions, documents kept apart.
+
+    Where Transformers is not asked, its defaults are not known, and a change of positions is not judged.
+    """
+    model: dict[str, Any] = dict(plan.model)
+    for index, phase in enumerate(plan.run.phases):
+        where = f"{plan.run_path}: phases.{phase.name}"
+        if not asks_transformers():
+            yield from _length_problems(plan, phase, where) if index == 0 and phase.rope is None else ()
+            continue
+        if (index == 0 and phase.rope is None) or not has_rope(plan.model):
+            yield from _length_problems(plan, phase, where)
+            if phase.rope is not None:
+                yield from rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope")
+        elif problems := rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope"):
+            yield from problems
+            return
+        model = with_rope(model, phase.rope, phase.seq_len)
+    if plan.run.model.mask_documents:
+        yield from (f"{plan.run_path}: {p}" for p in masking_problems(plan.model, plan.run.model.attention))
+
+
+def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
+    """Phases that the sources cannot feed, or validation cannot ask: lengths, or too many epochs."""
+    lengths = {phase.name: phase.seq_len for phase in plan.run.phases}
+    problems = chunk_problems(lengths, mixtures(plan), plan.chunk_tokens)
+    short = {
+        name: tokens
+        for name, tokens in plan.chunk_tokens.items()
+        if name in sources and not sources[name].num_samples(tokens)
+    }
+    problems += (
+        f"sources.{name}.chunk_tokens = {tokens:,}: it has {sources[name].num_tokens:,} tokens, fewer than "
+        f"one chunk of {tokens:,} + 1; lower chunk_tokens or prepare more text"
+        for name, tokens in short.items()
+        if plan.run.sources[name].chunk_tokens is not None
+    )
+    if not problems and not short:
+        with suppress(InputError):  # of a mixture, which is told by itself
+            problems = usage_problems(open_sampler(plan, sources), _max_epochs(plan))
+    return [f"{plan.run_path}: {problem}" for problem in (*problems, *_retrieval_problems(plan))]
+
+
+def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
+    """What a person is told of it."""
+    model: dict[str, Any] = dict(plan.model)
+    for phase in plan.run.phases if asks_transformers() else ():
+        warnings = rope_change_warnings(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
+        model = with_rope(model, phase.rope, phase.seq_len)
+        if len(plan.run.phases) > 1 or phase.rope is not None:
+            yield f"positions  {phase.name}: {describe_rope(model)}"
+        yield from (f"warning    {warning}" for warning in warnings)
+    yield from usage_lines(open_sampler(plan, sources), sources)
+    if short := _too_short_for_prompts(plan):
+        yield (
+            f"validation no key is asked for in {', '.join(short)}: a prompt has at least {SHORTEST_PROMPT} "
+            "tokens"
+        )
+
+
+def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
+    """What the skips of a run that goes on have changed in the use of its data; nothing without skips.
+
+    A `max_epochs` that is passed because of them is a warning: it was kept when the run was started.
+    """
+    if not ledger.skips:
+        return
+    sampler = open_sampler(plan, sources)
+    phases = {phase: sum(stop - start for start, stop in ledger.merged(phase)) for phase in sampler.mixtures}
+    left_out = ", ".join(f"{counted(n, 'sample')} of {phase}" for phase, n in phases.items() if n)
+    yield f"skipped    {left_out}; with these left out the data of the run is:"
+    yield from forecast_lines(sampler, sources, ledger)
+    for problem in usage_problems(sampler, _max_epochs(plan), ledger):
+        yield f"warning    because of what is skipped, {problem}"
+
+
+def _asks_for_keys(plan: Plan) -> bool:
+    return plan.run.validation is not None and plan.run.validation.retrieval
+
+
+def _too_short_for_prompts(plan: Plan) -> list[str]:
+    """Phases whose samples hold no prompt, where prompts are asked for."""
+    short = (phase for phase in plan.run.phases if _asks_for_keys(plan) and phase.seq_len < SHORTEST_PROMPT)
+    return [f"phases.{phase.name}.seq_len = {phase.seq_len}" for phase in short]
+
+
+def _retrieval_problems(plan: Plan) -> Iterator[str]:
+    short = _too_short_for_prompts(plan)
+    if len(short) == len(plan.run.phases):
+        yield (
+            f"validation.retrieval = true hides keys in prompts of at least {SHORTEST_PROMPT} tokens, and no "
+            f"phase has samples as long: {', '.join(short)}; make one at least {SHORTEST_PROMPT}, or set "
+            "validation.retrieval = false"
+        )
+    shared = plan.sequence_parallel_size
+    prompts = {
+        n for phase in plan.run.phases for n in prompt_lengths(phase.seq_len) if phase.seq_len % shared == 0
+    }
+    if _asks_for_keys(plan) and (odd := sorted(n for n in prompts if n % shared)):
+        yield (
+            f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
+            f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "
+            "take a power of two"
+        )
+
+
+def _max_epochs(plan: Plan) -> dict[str, float | None]:
+    return {name: section.max_epochs for name, section in plan.run.sources.items()}
+
+
+def _length_problems(plan: Plan, phase: PhaseSection, where: str) -> Iterator[str]:
+    """The first phase, and each of a model with learned positions, has to fit into the model as it is."""
+    key = "max_position_embeddings" if "max_position_embeddings" in plan.model else "n_positions"
+    limit, seq_len = plan.model.get(key), phase.seq_len
+    if isinstance(limit, int) and seq_len > limit:
+        ways = "raise the one or lower the other"
+        if has_rope(plan.model):
+            ways += f", or extend the model with phases.{phase.name}.rope (a theta, or a kind with a factor)"
+        length = f"{where}.seq_len = {seq_len:,}"
+        yield f"{length} is longer than {key} = {limit:,} in {plan.run.model.config}; {ways}"

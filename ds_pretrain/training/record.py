@@ -11,12 +11,10 @@ from typing import Any
 from pydantic import NonNegativeInt
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest, parse_manifest, published, step_of
-from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import write_atomic
 from ds_pretrain.core.jsonl import read_as
-from ds_pretrain.core.run_files import save_file, stop_file
-from ds_pretrain.core.run_lock import LOCK
+from ds_pretrain.core.run_files import LOCK, save_file, stop_file
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import listed
 
@@ -123,8 +121,8 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def remembered_record(plan: Plan, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
-    """The record of a run that has none, as a checkpoint has it: its own, else one of another run."""
+def remembered_record(name: str, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
+    """Make the record of a run that has none from a checkpoint: its own, else one of another run."""
     if known is not None:
         return RunRecord(
             known.name, known.identity, known.attempt, known.wandb_id or new_run_id(), saved_step=known.step
@@ -132,8 +130,8 @@ def remembered_record(plan: Plan, known: KnownRun | None, origin: KnownRun | Non
     if origin is None:
         return None
     return RunRecord(
-        plan.run.name,
-        {**origin.identity, "name": plan.run.name} if origin.identity else {},
+        name,
+        {**origin.identity, "name": name} if origin.identity else {},
         attempt=0,
         wandb_id=new_run_id(),
         saved_step=None,
@@ -148,52 +146,40 @@ def foreign_files(out: Path) -> str:
     return listed(sorted(names - _OURS_BEFORE_THE_RECORD), 5)
 
 
-def occupied_problem(plan: Plan) -> str | None:
-    """Why a new run cannot have this run directory; None if there is none, or nothing in it."""
-    if not (found := foreign_files(plan.out)):
-        return None
-    return f"{plan.run_path}: out = {plan.out} is not empty ({found}); give an empty or a new folder"
-
-
-def lost_words(plan: Plan, saved_step: int) -> str:
-    """Why a run without the checkpoints that it had does not start."""
+def lost_words(out: Path, saved_step: int) -> str:
+    """Say why a run without the checkpoints that it had does not start."""
     return (
-        f"{plan.out} had a checkpoint at step {saved_step:,} and now has none; a run never silently starts "
+        f"{out} had a checkpoint at step {saved_step:,} and now has none; a run never silently starts "
         "again at step 0: put the checkpoints back, or give the run file a new `out`"
     )
 
 
-def lost_here(plan: Plan) -> list[str]:
-    """Why a start would find nothing to go on from, where nothing can be fetched; empty if it would."""
+def lost_here(out: Path, checkpoints: Path) -> list[str]:
+    """Say why a start would find nothing to go on from on this host; empty if it would find something."""
     try:
-        record = read_record(plan.out)
-        # A start says itself why it set a checkpoint aside.
-        there = plan.ship_to is not None or any(plan.checkpoints.glob("step_*"))
+        record = read_record(out)
+        there = any(checkpoints.glob("step_*"))  # a start says itself why it set a checkpoint aside
     except (InputError, OSError):  # said by whoever reads the record
         return []
     if record is None or record.saved_step is None or there:
         return []
-    return [lost_words(plan, record.saved_step)]
+    return [lost_words(out, record.saved_step)]
 
 
-def newest_here(plan: Plan) -> KnownRun | None:
-    """What the newest readable checkpoint of a run's own on this host remembers; None if there is none.
+def newest_here(checkpoints: Path) -> KnownRun | None:
+    """Read what the newest readable checkpoint of a folder remembers; None if there is none.
 
     It reads the small files alone, and passes over what a start would set aside.
     """
     try:
-        folders = published(plan.checkpoints)
+        folders = published(checkpoints)
     except OSError:
         return None
-    return next((known for folder in folders if (known := _read_known(folder)) is not None), None)
+    return next((known for folder in folders if (known := read_known(folder)) is not None), None)
 
 
-def origin_here(plan: Plan) -> KnownRun | None:
-    """What the checkpoint at `resume_from` remembers; None without one, or if it is of another program."""
-    return None if plan.run.resume_from is None else _read_known(Path(plan.run.resume_from))
-
-
-def _read_known(folder: Path) -> KnownRun | None:
+def read_known(folder: Path) -> KnownRun | None:
+    """Read what one checkpoint remembers; None if it cannot be read, or is of another program."""
     try:
         manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
         text = (folder / RUN_STATE).read_bytes()

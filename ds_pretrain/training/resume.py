@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
@@ -15,10 +16,11 @@ from typing import Any
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import Manifest
 from ds_pretrain.checkpoint.rng import preserve_streams
+from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.checkpoint.verify import Found
 from ds_pretrain.config.deepspeed import uses_bf16
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, gather_rows
+from ds_pretrain.core.distributed import World, gather_rows, log
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.metrics import IGNORED, Probe
 from ds_pretrain.core.state import RunState
@@ -28,8 +30,8 @@ from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.compatibility import identity_of, ropes_until, with_unit
 from ds_pretrain.training.record import KnownRun, RunRecord
-from ds_pretrain.training.stages import Stages
 from ds_pretrain.training.step import sum_losses, token_losses_of
+from ds_pretrain.watchdog.rollback_log import Cure
 
 # Twenty times the difference that another number of ranks made in measurements: 6e-7 in fp32, 1e-4 in bf16.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
@@ -51,32 +53,48 @@ def known_run(found: Found | None) -> KnownRun | None:
     return None if found is None else KnownRun.of(found.folder, found.manifest, found.state)
 
 
-def origin_of(plan: Plan, wish: Wish, world: World, tell: Callable[[str], None]) -> Found | None:
-    """The checkpoint that a run without any of its own begins from, if its run file names one. Collective."""
+def find_start(
+    plan: Plan, wish: Wish, places: Places, cure: Cure, world: World
+) -> tuple[Found | None, Found | None]:
+    """Find where a start begins: the newest checkpoint of the run's own, or else that of another run.
+
+    Collective.
+
+    Raises:
+        InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
+    """
+    is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
+    own, origin = store.find(places, world, log.warning, is_left), None
+    if own is None:
+        origin = _find_origin(plan, wish, world)
+    refuse_step(own or origin, plan, wish)
+    return own, origin
+
+
+def _find_origin(plan: Plan, wish: Wish, world: World) -> Found | None:
     if plan.run.resume_from is None:
         return None
     accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
-    return store.elsewhere(Path(plan.run.resume_from), accepted, world, tell)
+    return store.elsewhere(Path(plan.run.resume_from), accepted, world, log.warning)
 
 
 def resume(
     found: Found | None,
     engine: Engine,
-    stages: Stages,
+    enter_phase: Callable[[int], None],
     feed: Feed,
     plan: Plan,
     monitor: Monitor,
     began: float,
     world: World,
-    tell: Callable[[str], None],
 ) -> RunState:
     """Load what was found, or begin at step 0; `began` is when this start did. Collective."""
     if found is None:
         monitor.event("start", step=0, world_size=world.size, **plan.sharing)
         return RunState()
-    state = store.restore(found, engine, plan.run.seed, world, tell)
+    state = store.restore(found, engine, plan.run.seed, world, log.warning)
     if found.manifest.probe is not None:
-        stages.enter(found.manifest.probe.step)
+        enter_phase(found.manifest.probe.step)
     probed = check_probe(found.manifest, state, engine, feed, plan, world)
     if world.is_main:
         say(
@@ -96,13 +114,13 @@ def resume(
     return state
 
 
-def tell_changes(record: RunRecord, monitor: Monitor, tell: Callable[[object], None]) -> None:
+def tell_changes(record: RunRecord, monitor: Monitor) -> None:
     """What of the plan is another than at the start before: accepted, or still ahead."""
     for change in record.changes:
         if change["attempt"] == record.attempt:
             field, old, new = (change[key] for key in ("field", "old", "new"))
             now, before = with_unit(field, new), with_unit(field, old)
-            tell(f"`{field}` is {now} from this start on; it was {before}")
+            log.info(f"`{field}` is {now} from this start on; it was {before}")
             monitor.event("changed", field=field, old=before, new=now)
 
 

@@ -16,7 +16,7 @@ from ds_pretrain.checkpoint.rng import preserve_streams
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.checkpoint.verify import Found, found_at_step
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows
+from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows, log
 from ds_pretrain.core.errors import CannotSave, NeedsPerson, agreed
 from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import Rollback, RunState, SkipLedger
@@ -51,11 +51,10 @@ class Watchdog:
         attempt: int,
         enter: Callable[[int], None],
         world: World,
-        tell: Callable[[str], None],
     ) -> None:
         """`enter` puts the model into the phase of the update after so many steps. Collective."""
         self._plan, self._places, self._world = plan, places, world
-        self._attempt, self._enter, self._tell = attempt, enter, tell
+        self._attempt, self._enter = attempt, enter
         self._monitor, self._incidents = monitor, Incidents(plan, monitor, world)
         self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
@@ -131,10 +130,10 @@ class Watchdog:
             state, found.state, response, rollback, self._plan.run.watchdog, self._plan.timeline
         )
         self._written(after)
-        self._tell(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
+        log.warning(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._told(after, feed, verdict, response.reason)
-        store.leave(self._places, after.step, self._world, self._tell)
-        store.restore(found, engine, self._plan.run.seed, self._world, self._tell)
+        store.leave(self._places, after.step, self._world, log.warning)
+        store.restore(found, engine, self._plan.run.seed, self._world, log.warning)
         self._look_for_suspects(after, engine, feed, state.ledger)
         self._incidents.begin(after)
         return after
@@ -186,11 +185,11 @@ class Watchdog:
             )
             if response.action == "stop" or response.to_step is None:
                 raise self._needs_person(state, verdict, response, step)
-            outcome = found_at_step(self._places, response.to_step, self._world, self._tell)
+            outcome = found_at_step(self._places, response.to_step, self._world, log.warning)
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
-                return store.fitted(outcome, deepspeed, self._places, self._world, self._tell), response
-            self._tell(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
+                return store.fitted(outcome, deepspeed, self._places, self._world, log.warning), response
+            log.warning(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
             calm = [c for c in calm if c != response.to_step]
 
     def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
@@ -199,7 +198,7 @@ class Watchdog:
             self._world,
             saved_steps(self._places.root, state.rollbacks, calm) if self._places.leads(self._world) else [],
         )
-        shipped = shipped_steps(self._places, calm, self._tell) if self._world.is_main else []
+        shipped = shipped_steps(self._places, calm) if self._world.is_main else []
         return sorted({*(step for steps in here for step in steps), *from_main(self._world, shipped)})
 
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
@@ -216,7 +215,7 @@ class Watchdog:
                 problem = str(error)
         problem = from_main(self._world, problem)
         if problem is not None and untold is not None:
-            self._tell(f"that the run needs a person cannot be written down: {problem}")
+            log.warning(f"that the run needs a person cannot be written down: {problem}")
         elif problem is not None:
             path = self._plan.out / CURE
             raise agreed(
@@ -272,7 +271,7 @@ def saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[i
     return [step_of(f.name) or 0 for f in folders if not is_left(f, rollbacks)]
 
 
-def shipped_steps(places: Places, calm: bool, tell: Callable[[str], None]) -> list[int]:
+def shipped_steps(places: Places, calm: bool) -> list[int]:
     """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
     if places.remote is None:
         return []
@@ -280,7 +279,7 @@ def shipped_steps(places: Places, calm: bool, tell: Callable[[str], None]) -> li
         steps = places.remote.steps()
         return [step for step in steps if not calm or places.remote.size(step, CALM) is not None]
     except OSError as error:
-        tell(f"which checkpoints {places.remote.place} has is not known: {error}")
+        log.warning(f"which checkpoints {places.remote.place} has is not known: {error}")
         return []
 
 

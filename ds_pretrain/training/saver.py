@@ -30,7 +30,7 @@ from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
 from ds_pretrain.checkpoint.upload import Shipper
 from ds_pretrain.config.deepspeed import zero_stage
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.distributed import World, gather_objects, log
 from ds_pretrain.core.errors import CannotSave, InputError
 from ds_pretrain.core.files import available_memory_bytes
 from ds_pretrain.core.metrics import Probe
@@ -52,8 +52,8 @@ _POLL_SECONDS = 2.0  # how long other ranks wait in one collective
 class Shipping:
     """What one start ships, on every rank; a host's leader has a process for it. Opening is collective."""
 
-    def __init__(self, plan: Plan, places: Places, world: World, tell: Callable[[str], None]) -> None:
-        self._plan, self._places, self._world, self._tell = plan, places, world, tell
+    def __init__(self, plan: Plan, places: Places, world: World) -> None:
+        self._plan, self._places, self._world = plan, places, world
         self.is_on = plan.ship_to is not None
         self._shipper: Shipper | None = None
         leads = gather_objects(world, places.leads(world))
@@ -91,7 +91,7 @@ class Shipping:
         for node, root, steps in gather_objects(self._world, left):
             if steps:
                 listed = ", ".join(f"{step:,}" for step in steps[::-1])
-                self._tell(
+                log.warning(
                     f"not shipped to {self._plan.ship_to} yet: steps {listed}; they are in {root} on {node}, "
                     "and the next start ships them"
                 )
@@ -110,16 +110,15 @@ class Saver:
         shipping: Shipping,
         restore_seconds: float,
         world: World,
-        tell: Callable[[object], None],
     ) -> None:
         self._plan, self._record, self._engine, self._world = plan, record, engine, world
-        self._monitor, self._tell, self._places = monitor, tell, places
+        self._monitor, self._places = monitor, places
         self._clock = WallClock(plan.run.checkpoint.every)
         self._num_failed = 0  # in a row
         # Of the save under way, beside its own copies: for the save before it, and for its own end.
         self._waited_seconds = self._finished_seconds = 0.0
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host, tell)
+        self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host)
         self._saves = Saves(places, world, self._published, expected_bytes)
         self._shipping = shipping
         self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
@@ -129,7 +128,7 @@ class Saver:
         self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
 
     @property
-    def stage(self) -> int:
+    def progress(self) -> int:
         """How far this rank's part of the save under way is; for the row of a step."""
         return self._saves.stage
 
@@ -208,14 +207,14 @@ class Saver:
         self._saved_step = None
         self._clock.restart()
 
-    def advance(self, stages: Sequence[int], probe: Probe | None) -> None:
-        """Take the save under way as far as every rank's stage allows. Collective.
+    def advance(self, progress: Sequence[int], probe: Probe | None) -> None:
+        """Take the save under way as far as every rank's progress allows. Collective.
 
         `probe` is None if the step's loss is not to be trusted: it says nothing of the weights before it.
         """
         if probe is not None:
             self._saves.probed(probe.step, probe)
-        self._note(self._saves.advance(stages))
+        self._note(self._saves.advance(progress))
 
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
@@ -256,7 +255,7 @@ class Saver:
                 total_seconds=outcome.total_seconds,
             )
             for line in self._cost_lines(outcome):
-                self._tell(line)
+                log.warning(line)
             return
         self._num_failed += 1
         limit = self._plan.run.checkpoint.failures
@@ -264,7 +263,7 @@ class Saver:
             f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; "
             f"the one before it is intact ({self._num_failed} of {limit} failures in a row that stop the run)"
         )
-        self._tell(told)
+        log.warning(told)
         self._monitor.event(
             "save_failed", step=outcome.step, problem=outcome.problem, in_a_row=self._num_failed
         )
@@ -309,7 +308,9 @@ class Saver:
             try:
                 note_saved(self._plan.out, step)
             except (OSError, InputError) as error:  # the checkpoint is there all the same
-                self._tell(f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}")
+                log.warning(
+                    f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}"
+                )
             shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
         self._shipping.revive()
         self._prune()
@@ -321,7 +322,7 @@ class Saver:
             self._places.root,
             keep=section.keep,
             keep_every=self._plan.keep_every,
-            tell=self._tell,
+            tell=log.warning,
             only_shipped=self._shipping.is_on,
             num_calm=1 + len(self._plan.run.watchdog.respond),
         )
@@ -344,9 +345,7 @@ class Saver:
         )
 
 
-def fits_in_memory(
-    engine: Engine, world: World, per_host: bool, tell: Callable[[object], None]
-) -> tuple[bool, int]:
+def fits_in_memory(engine: Engine, world: World, per_host: bool) -> tuple[bool, int]:
     """Whether every host can hold its ranks' copies, and the bytes that go to one folder. Collective."""
     asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
     total = sum(size for name, size, _ in asked if not per_host or name == platform.node())
@@ -354,7 +353,7 @@ def fits_in_memory(
         needed = sum(size for name, size, _ in asked if name == host)
         free = min(free for name, _, free in asked if name == host)
         if needed * PINNED_ROUNDING.get(engine.device.type, 1) > 0.9 * free:
-            tell(
+            log.warning(
                 f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need {needed:,}: "
                 "training stands still while checkpoints are written"
             )

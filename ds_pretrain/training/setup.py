@@ -1,97 +1,190 @@
-"""From a plan to the parts that a loop needs, each opened on every rank."""
+"""From a plan to the parts that a loop needs, each opened and proved on every rank."""
 
-import hashlib
 import json
 import platform
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
+from torch import nn
 
-from ds_pretrain.checkpoint.rng import capture_streams, restore_streams, seed_streams
-from ds_pretrain.config.deepspeed import resolve_deepspeed, uses_bf16
+from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest
+from ds_pretrain.checkpoint.remote import Remote, open_remote, remote_at
+from ds_pretrain.checkpoint.rng import preserve_streams, seed_streams
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.config.deepspeed import uses_bf16
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, gather_objects, uses_gpu
-from ds_pretrain.core.errors import InputError, agreed
-from ds_pretrain.core.files import write_atomic
+from ds_pretrain.core.distributed import World, from_main, gather_objects, on_main, uses_gpu
+from ds_pretrain.core.errors import InputError, NeedsPerson, agreed
+from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
+from ds_pretrain.core.run_files import hold_run_directory
 from ds_pretrain.core.text import say
+from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.validation_set import ValidationSet, make_validation_set
 from ds_pretrain.engine.engine import Engine, open_engine
 from ds_pretrain.engine.sequence_parallel import SharedSequences, refuse_unlike
 from ds_pretrain.engine.start import dtype_of, gather, partition
 from ds_pretrain.models.attention import document_inputs, refuse_leaks, replace_kernel, require_kernel
-from ds_pretrain.models.build import build_model
+from ds_pretrain.models.build import build_model, set_recompute
 from ds_pretrain.models.flops import flops_per_token, peak_flops
 from ds_pretrain.models.init import KindReport
 from ds_pretrain.models.param_groups import parameter_groups
 from ds_pretrain.models.pretrained import Base
-from ds_pretrain.models.rope import restore_rotary
+from ds_pretrain.models.rope import apply_rope, restore_rotary
+from ds_pretrain.models.rope_config import describe_rope
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.wandb import WandbRun
 from ds_pretrain.training.curriculum import open_sampler, phase_models
-from ds_pretrain.training.preflight import Inputs, build_problems, find_problems, open_inputs, summary
-from ds_pretrain.training.record import RunRecord
-from ds_pretrain.training.stages import Stages
+from ds_pretrain.training.record import RunRecord, read_record
+from ds_pretrain.watchdog.rollback_log import Cure, read_cure
 
 
-def prepare_inputs(plan: Plan, world: World) -> Inputs:
-    """Open the data on every rank and check all that can be checked without an engine. Collective.
+def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[Places, Cure]:
+    """Take the run directory for this start: lock it, prove every folder and store, read its rollbacks.
+
+    Collective.
 
     Raises:
-        InputError: on every rank, with every rank's problems.
+        InputError: another start holds it, or a folder or a store cannot be used.
+        NeedsPerson: the run died before it could end with this; it does now.
     """
-    problems: list[str] = []
-    inputs, seen = Inputs({}, {}), ""
+    on_main(world, lambda: hold_run_directory(lock, plan.out, f"{plan.run_path}: out"))
+    require_shared_folder(plan.out, world)
+    places = open_places(plan, world)
+    cure = on_main(world, lambda: read_cure(plan.out))
+    if cure.untold is not None:
+        raise agreed(NeedsPerson(f"{cure.untold}\n(the run died before it could end with this; it does now)"))
+    return places, cure
+
+
+def require_shared_folder(folder: Path, world: World, patience_seconds: float = 10.0) -> None:
+    """Make sure that every rank sees what rank 0 writes in `folder`. Collective.
+
+    Raises:
+        InputError: a host has a folder of its own there; its checkpoints would be torn.
+    """
+    word = folder / ".shared"
+    if world.is_main:
+        write_atomic(word, uuid.uuid4().hex)
+    expected, deadline = (
+        from_main(world, word.read_text() if world.is_main else ""),
+        monotonic() + patience_seconds,
+    )
+    while (sees := _reads(word, expected)) is False and monotonic() < deadline:
+        sleep(0.2)  # a network file system may show a new file late
+    blind = {node for node, sees in gather_objects(world, (platform.node(), sees)) if not sees}
+    if blind:
+        raise agreed(
+            InputError(
+                f"{folder.absolute()} is not the same folder on {', '.join(sorted(blind))}; `out` must lie "
+                "on a file system that all hosts share"
+            )
+        )
+
+
+def open_places(plan: Plan, world: World) -> Places:
+    """Where this run's checkpoints are, proved to be there and to be what the run file says. Collective.
+
+    Raises:
+        InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
+    """
+    per_host = plan.run.checkpoint.local is not None
+    places = Places(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
+    if per_host:
+        _require_own_folders(places, world)
+    if plan.ship_to is None:
+        return places
+    remote, problems = None, []
     try:
-        inputs = open_inputs(plan)
-        seen = _digest(plan, inputs)
         if world.is_main:
-            problems = find_problems(plan, inputs, world.size, "the launcher")
-            problems += [] if problems else build_problems(plan, inputs.base)
+            remote = open_remote(plan.ship_to)  # proves it, once
+            record = read_record(plan.out)
+            _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
+        remote = remote or remote_at(plan.ship_to)
     except InputError as error:
         problems = list(error.problems)
-    told = gather_objects(world, (problems, seen, platform.node()))
-    everyone = list(dict.fromkeys(p for problems, _, _ in told for p in problems))
-    if not everyone:
-        others = {node for _, digest, node in told if digest != told[0][1]}
-        everyone = [
-            f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {told[0][2]} under "
-            "the same paths; bring its copies up to date"
-            for node in sorted(others)
-        ]
-    if everyone:
+    if everyone := list(dict.fromkeys(p for found in gather_objects(world, problems) for p in found)):
         raise agreed(InputError(everyone))
-    return inputs
+    return replace(places, remote=remote)
 
 
-def _digest(plan: Plan, inputs: Inputs) -> str:
-    """What this rank has read: equal only if it would train the same run."""
-    data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
-    texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data))
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+def label_place(places: Places, record: RunRecord) -> None:
+    """Say at the remote place whose checkpoints lie there. On rank 0.
+
+    Raises:
+        InputError: they are another run's.
+    """
+    if places.remote is not None:
+        _refuse_other_run(places.remote, record.name, record.wandb_id)
+        if places.remote.label() is None:
+            places.remote.set_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
 
 
-def announce(plan: Plan, inputs: Inputs, world: World) -> None:
-    """Print the resolved run, and keep what it is made of in the run directory. Collective."""
-    hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
-    if world.is_main:
-        for line in summary(plan, inputs, world.size):
-            say(sys.stdout, line)
-        say(sys.stdout, f"ranks      {world.size}: {', '.join(hosts)}")
-        write_atomic(plan.out / "run.toml", plan.run_text)
-        write_atomic(plan.out / "model.json", plan.model_text)
-        write_atomic(plan.out / "deepspeed_resolved.json", json.dumps(_resolved(plan), indent=1))
-        write_atomic(
-            plan.out / "ranks.json", json.dumps({"world_size": world.size, "ranks": hosts}, indent=1)
+def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
+    """Raise InputError if the checkpoints at a place are of another name or run; None: no run of ours yet."""
+    try:
+        found = json.loads(remote.label() or b"{}") or _newest_owner(remote)
+    except (OSError, ValueError):
+        return  # whoever reads a checkpoint there says what is wrong
+    if found and (found.get("name") != name or run not in (None, found.get("run"))):
+        raise InputError(
+            f"checkpoint.ship_to = {remote.place} holds the checkpoints of another run "
+            f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run a place of its own"
         )
+
+
+def _newest_owner(remote: Remote) -> dict[str, Any]:
+    """Whose the newest checkpoint is at a place without a label."""
+    for step in remote.steps():
+        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
+        return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}
+    return {}
+
+
+def _require_own_folders(places: Places, world: World) -> None:
+    """Make sure that no two hosts save to one folder, where each has to have its own. Collective."""
+    word = f".host_{world.rank:05d}"
+    problem, mine = None, uuid.uuid4().hex
+    if places.leads(world):
+        try:
+            ensure_writable_folder(places.root, "checkpoint.local")
+            write_atomic(places.root / word, mine)
+        except (InputError, OSError) as error:
+            problem = str(error)
+    told = gather_objects(world, (platform.node(), word if places.leads(world) else None, mine, problem))
+    problems = [p for _, _, _, p in told if p is not None]
+    seen = [
+        node
+        for node, other, token, _ in told
+        if other not in (None, word) and _reads(places.root / other, token)
+    ]
+    for sees in gather_objects(world, (platform.node(), seen) if places.leads(world) else ("", [])):
+        problems += [
+            f"checkpoint.local = {places.root.parent} is one folder on {sees[0]} and on {node}; name one of "
+            "each host's own, or leave it out if all hosts share it"
+            for node in sees[1]
+        ]
+    if problems:
+        raise agreed(InputError(list(dict.fromkeys(problems))))
+
+
+def _reads(path: Path, expected: str) -> bool:
+    try:
+        return path.read_text() == expected
+    except OSError:
+        return False
 
 
 def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engine:
     """Build the model, with the weights of `base`, and hand it to DeepSpeed. Collective."""
     assert (base is None) == (plan.run.model.base is None)
-    config = _resolved(plan)
+    config = plan.resolved_deepspeed
     seed_streams(plan.run.seed, world.rank)
     model = build_model(
         plan.model_text,
@@ -119,19 +212,15 @@ def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engin
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
         say(sys.stdout, f"weights    {_weights_line(base, model.weights)}")
     if masked:
-        streams = capture_streams()
-        with engine.evaluating():
+        with preserve_streams(), engine.evaluating():
             refuse_leaks(
                 engine.logits, plan.model["vocab_size"], engine.device, model.config._attn_implementation
             )
-        restore_streams(streams)
     if shared is not None:
         shortest = min(phase.seq_len for phase in plan.run.phases)
         size, dtype = plan.model["vocab_size"], dtype_of(config)
-        streams = capture_streams()
-        with engine.evaluating():
+        with preserve_streams(), engine.evaluating():
             refuse_unlike(engine.logits, shared, size, shortest, dtype, engine.device, world)
-        restore_streams(streams)
     return engine
 
 
@@ -143,9 +232,38 @@ def _weights_line(base: Base | None, weights: Sequence[KindReport]) -> str:
     return f"{len(drawn)} kinds drawn, each std within {off:.1%} of what was asked"
 
 
-def open_stages(plan: Plan, engine: Engine, world: World) -> Stages:
-    """What puts the engine's model into the phase of a step."""
-    return Stages(plan, engine.module, phase_models(plan), world)
+class PhaseSwitch:
+    """The model of a run, and the phase that it is in."""
+
+    def __init__(
+        self, plan: Plan, module: nn.Module, models: Mapping[str, Mapping[str, Any]], world: World
+    ) -> None:
+        """`module` was built from the run's model config; `models` has that of each phase."""
+        self._plan, self._module, self._models, self._world = plan, module, models, world
+        self._phase: str | None = None
+
+    def enter(self, step: int) -> None:
+        """Be in the phase of the update that follows `step` finished steps: rotary positions, recomputation.
+
+        On every rank, between two steps; nothing is communicated. Weights and optimizer are not touched.
+        """
+        phase = self._plan.phase_at(step)
+        if phase.name == self._phase:
+            return
+        model = self._models[phase.name]
+        num_tables = apply_rope(self._module, model)
+        recompute = self._plan.run.model.recompute if phase.recompute is None else phase.recompute
+        set_recompute(self._module, recompute)
+        if self._world.is_main and (self._phase is not None or num_tables):
+            start = self._plan.timeline.phase_start(phase.name)
+            begun = f"from step {start:,}" if step == start else f"at step {step:,}, begun at step {start:,}"
+            say(sys.stdout, f"phase      {phase.name} {begun}: {describe_rope(model)}")
+        self._phase = phase.name
+
+
+def open_phases(plan: Plan, engine: Engine, world: World) -> PhaseSwitch:
+    """Open what puts the engine's model into the phase of a step."""
+    return PhaseSwitch(plan, engine.module, phase_models(plan), world)
 
 
 def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
@@ -171,29 +289,22 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
     )
 
 
-def open_feed(plan: Plan, inputs: Inputs, world: World) -> Feed:
+def open_feed(plan: Plan, sources: Mapping[str, TokenSource], world: World) -> Feed:
     """The feed of this rank, which is that of its neighbors where they share sequences."""
     micro = {phase.name: plan.run.micro_sequences(phase.name) for phase in plan.run.phases}
-    sampler = open_sampler(plan, inputs.sources)
+    sampler = open_sampler(plan, sources)
     readers = world.readers(plan.sequence_parallel_size)
-    return Feed(sampler, inputs.sources, readers, micro, plan.run.model.mask_documents)
+    return Feed(sampler, sources, readers, micro, plan.run.model.mask_documents)
 
 
-def validation_sets(plan: Plan, inputs: Inputs) -> dict[int, list[ValidationSet]]:
+def validation_sets(plan: Plan, held_out: Mapping[str, TokenSource]) -> dict[int, list[ValidationSet]]:
     """The fixed samples of each validation source, for each sequence length of the run."""
     if plan.run.validation is None:
         return {}
     tokens, masked = plan.run.validation.tokens, plan.run.model.mask_documents
     return {
         seq_len: [
-            make_validation_set(name, source, seq_len, tokens, masked)
-            for name, source in inputs.validation.items()
+            make_validation_set(name, source, seq_len, tokens, masked) for name, source in held_out.items()
         ]
         for seq_len in sorted({phase.seq_len for phase in plan.run.phases})
     }
-
-
-def _resolved(plan: Plan) -> dict[str, Any]:
-    return resolve_deepspeed(
-        plan.deepspeed, peak=plan.run.schedule.peak, micro_sequences=plan.run.batch.micro_sequences
-    )

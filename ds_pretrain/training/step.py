@@ -12,11 +12,18 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.core.metrics import Probe, StepRecord
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.stop import StopSignal
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.engine.engine import Engine, Update
 from ds_pretrain.models.loss import cross_entropy_and_z, token_losses
-from ds_pretrain.training.saver import Saver
+
+
+@dataclass(frozen=True)
+class RankSignals:
+    """What this rank was asked for, and how far its part of the save under way is."""
+
+    stop: bool
+    save: bool
+    save_progress: int
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Shared:
 
     stop: bool
     save: bool
-    stages: tuple[int, ...]  # of each rank's part of the save under way
+    save_progress: tuple[int, ...]  # of each rank's part of the save under way
     rank_losses: tuple[float, ...]  # the mean loss of each rank, or of the group that it shares sequences in;
     # empty where all share them, which tells no rank from another
     probe: Probe  # of the weights before the step
@@ -82,15 +89,14 @@ def measure(
     losses: Tensor,
     update: Update,
     started: float,
-    saver: Saver,
-    stop: StopSignal,
+    signals: RankSignals,
     world: World,
 ) -> tuple[StepRecord, Shared]:
     """The step's numbers over all ranks, and what any rank asked for: its one reduction. Collective."""
     nll, z, first_nll = losses.tolist()
     num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
     row = [nll, z, num_valid, sum(batch.checksums), batch.wait_seconds, perf_counter() - started]
-    asked = [stop.is_asked(), stop.is_save_asked() or saver.is_due_by_clock(), saver.stage]
+    asked = [signals.stop, signals.save, signals.save_progress]
     first = batch.micro_batches[0].labels
     probed = [first_nll, int((first >= 0).sum()), sum(batch.checksums[: len(first)])]
     rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
@@ -116,12 +122,12 @@ def measure(
         step_seconds=float(most[5]),
         data_wait_seconds=float(most[4]),
     )
-    stages = tuple(int(stage) for stage in rows[:, 8])
+    save_progress = tuple(int(progress) for progress in rows[:, 8])
     probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), len(read), len(first))
     return record, Shared(
         stop=bool(most[6]),
         save=bool(most[7]),
-        stages=stages,
+        save_progress=save_progress,
         rank_losses=_rank_losses(losses_read, world),
         probe=probe,
     )

@@ -17,8 +17,7 @@ from ds_pretrain.commands import sample as sample_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.tokenizer import load_tokenizer
 from tests.ranks import run_ranks
 from tests.scenario import make_run, write_corpus
@@ -48,7 +47,7 @@ def train_and_gather(world: World, run_file: str) -> dict[str, Any]:
     patch.setattr(train_module, "open_run_engine", opened)
     plan = load_plan(run_file, ())
     with StopSignal(plan.out, world) as stop:
-        train_module.train(plan, world, stop, RunLock(plan.out))
+        train_module.train(plan, world, stop, run_lock(plan.out))
     patch.undo()
     weights = {}
     for name, parameter in engines[0]._engine.module.named_parameters():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.core.distributed import World
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal
 
 MAIN, OTHER = World(rank=0, size=2), World(rank=1, size=2)
 

@@ -5,7 +5,6 @@ Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a seque
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -21,7 +20,7 @@ from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.models.param_groups import parameter_groups
-from ds_pretrain.training.step import measure, take_step
+from ds_pretrain.training.step import RankSignals, measure, take_step
 from tests.scenario import LLAMA, deepspeed_json
 
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}
@@ -76,15 +75,16 @@ def scale_sensitive(stage: int, bf16: bool = False, clip: float = 1.0) -> dict[s
     return config
 
 
+NO_SIGNALS = RankSignals(stop=False, save=False, save_progress=0)
+
+
 def step_on(
     engine: Any, plan: Plan, batch: GlobalBatch, micro_sequences: int, rate: float, world: World
 ) -> StepRecord:
     """One real step of the loop, and its record."""
-    no = {name: lambda: False for name in ("is_due_by_clock", "is_asked", "is_save_asked")}
-    nobody = SimpleNamespace(**no, stage=0)
     mine = share(batch, world.readers(engine.ranks_a_sequence), micro_sequences)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
-    record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, nobody, nobody, world)  # type: ignore[arg-type]
+    record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, NO_SIGNALS, world)
     return record
 
 

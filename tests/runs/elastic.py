@@ -22,8 +22,7 @@ from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.errors import Preempted
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import partitions
 from ds_pretrain.training import setup as opening
@@ -130,7 +129,7 @@ def run_elastic(
         StopSignal(plan.out, world) as stop,
         contextlib.suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
+        train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
     patch.undo()
     finished = snapshot(engines[-1]._engine, world)
     return Outcome(

@@ -13,8 +13,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import Preempted
 from ds_pretrain.core.jsonl import latest_attempt, read_metrics
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine.engine import ZeroEngine
 from ds_pretrain.training import setup as opening
@@ -79,7 +78,7 @@ def run_rank(
     plan = load_plan(run_file, overrides)
     ending = nullcontext() if stop_after is None else pytest.raises(Preempted)
     with StopSignal(plan.out, world) as stop, ending:
-        train_module.train(plan, world, stop, RunLock(plan.out), Wish(stop_after))
+        train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
     return engines[-1].digest(), rates, samples
 
 

@@ -10,7 +10,7 @@ from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, InputError
 from ds_pretrain.training import saver as saving
-from ds_pretrain.training.run_places import require_shared_folder
+from ds_pretrain.training.setup import require_shared_folder
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import start

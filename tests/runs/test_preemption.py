@@ -20,8 +20,7 @@ from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
-from ds_pretrain.core.run_files import RankRecord, read_exit, read_ranks
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import RankRecord, StopSignal, read_exit, read_ranks
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.training import saver as saving
 from ds_pretrain.training import setup as opening

@@ -12,8 +12,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import Preempted
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.train import Wish, train
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
@@ -116,7 +115,7 @@ def _stop(world: World, run_file: str, step: int) -> None:
     """Train until a request to stop after this step."""
     plan = load_plan(run_file)
     with StopSignal(plan.out, world) as stop, suppress(Preempted):
-        train(plan, world, stop, RunLock(plan.out), Wish(step))
+        train(plan, world, stop, run_lock(plan.out), Wish(step))
 
 
 def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_again(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError, Preempted
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.core.run_lock import RunLock
-from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import partitions
 from ds_pretrain.training.resume import Wish
@@ -92,7 +91,7 @@ def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequenc
     wish = Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
     with StopSignal(plan.out, world) as stop:
         try:
-            train_module.train(plan, world, stop, RunLock(plan.out), wish)
+            train_module.train(plan, world, stop, run_lock(plan.out), wish)
         except Preempted as error:
             return error.exit_code
     return 0

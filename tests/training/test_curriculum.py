@@ -4,8 +4,7 @@ from pathlib import Path
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.state import Skip, SkipLedger
-from ds_pretrain.training.curriculum import data_problems, skipped_lines
-from ds_pretrain.training.preflight import open_inputs, summary
+from ds_pretrain.training.preflight import data_problems, open_inputs, skipped_lines, summary
 from tests.scenario import make_run
 
 

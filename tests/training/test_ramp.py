@@ -40,7 +40,7 @@ def _change_each_step(world: World, run_file: str, managed: bool = False) -> Any
     if managed:
         resolve = deepspeed_json_module.resolve_deepspeed
         own = {"managed_gradient_accumulation": True, "gradient_accumulation_steps": 2}
-        patch.setattr("ds_pretrain.training.setup.resolve_deepspeed", lambda *a, **k: resolve(*a, **k) | own)
+        patch.setattr("ds_pretrain.config.plan.resolve_deepspeed", lambda *a, **k: resolve(*a, **k) | own)
     plan = load_plan(run_file)
     micro = 2 // world.size  # so that a step has the same micro-batches on one rank and on two
     batches = [uneven_batch(2 * count, seed) for seed, count in enumerate(WINDOWS)]

@@ -11,18 +11,18 @@ import pytest
 from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, FileEntry, Manifest, step_name
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.run_lock import RunLock
+from ds_pretrain.core.run_files import hold_run_directory, run_lock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.training.compatibility import claim, directory_problems
-from ds_pretrain.training.record import KnownRun, RunRecord, newest_here, note_saved, origin_here, read_record
+from ds_pretrain.training.record import KnownRun, RunRecord, newest_here, note_saved, read_known, read_record
 from tests.scenario import make_run
 
 
 def start(run_file: Path, *overrides: str, found_step: int | None = None) -> RunRecord:
     known = None if found_step is None else KnownRun("step", found_step, 1, None, {})
     plan = load_plan(run_file, overrides)
-    lock = RunLock(plan.out, f"{plan.run_path}: out")
-    lock.take()
+    lock = run_lock(plan.out)
+    hold_run_directory(lock, plan.out, f"{plan.run_path}: out")
     try:
         return claim(plan, {}, known)
     finally:
@@ -105,8 +105,8 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_second_start_is_refused_while_the_first_lives_however_it_was_launched(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path))
-    first, second = RunLock(plan.out), RunLock(plan.out)
-    first.take()
+    first, second = run_lock(plan.out), run_lock(plan.out)
+    hold_run_directory(first, plan.out, "out")
     with pytest.raises(InputError, match=rf"running already \(pid {os.getpid()} on .*touch .*out/stop"):
         second.take()
     assert first.is_held
@@ -187,16 +187,16 @@ def test_a_checkpoint_that_is_broken_is_passed_over_before_a_start_has_set_it_as
     """Also one whose manifest lists what its state says, as a program with a fault would write it."""
     plan = load_plan(make_run(tmp_path))
     intact, broken = (write_checkpoint(plan.checkpoints / step_name(step), step) for step in (4, 8))
-    known = newest_here(plan)
+    known = newest_here(plan.checkpoints)
     assert known is not None
     assert known.step == 8
     write_checkpoint(broken, 8, texts.get(RUN_STATE) if is_listed else None)
     for name, text in texts.items():
         (broken / name).write_bytes(text.encode(errors="surrogateescape"))
-    known = newest_here(plan)
+    known = newest_here(plan.checkpoints)
     assert known is not None
     assert known.folder == str(intact)
-    assert origin_here(load_plan(plan.run_path, [f"resume_from={broken}"])) is None
+    assert read_known(broken) is None
 
 
 @pytest.mark.parametrize("name", [MANIFEST, RUN_STATE])
@@ -204,12 +204,12 @@ def test_a_file_of_a_checkpoint_that_is_a_folder_or_gone_is_passed_over(tmp_path
     plan = load_plan(make_run(tmp_path))
     folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
     (folder / name).unlink()
-    assert newest_here(plan) is None
+    assert newest_here(plan.checkpoints) is None
     (folder / name).mkdir()
-    assert newest_here(plan) is None
+    assert newest_here(plan.checkpoints) is None
     shutil.rmtree(folder)
     folder.touch()
-    assert newest_here(plan) is None
+    assert newest_here(plan.checkpoints) is None
 
 
 def test_a_state_that_is_not_the_one_that_was_saved_and_a_manifest_of_another_step_say_nothing(
@@ -219,13 +219,13 @@ def test_a_state_that_is_not_the_one_that_was_saved_and_a_manifest_of_another_st
     plan = load_plan(make_run(tmp_path))
     folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
     (folder / RUN_STATE).write_text(RunState(9).to_json())
-    assert newest_here(plan) is None
+    assert newest_here(plan.checkpoints) is None
     write_checkpoint(folder, 8)
     folder.rename(folder.with_name(step_name(12)))
-    assert newest_here(plan) is None
+    assert newest_here(plan.checkpoints) is None
     moved = folder.with_name("copy of 8")  # any name will do to begin from
     folder.with_name(step_name(12)).rename(moved)
-    origin = origin_here(load_plan(plan.run_path, [f"resume_from={moved}"]))
+    origin = read_known(moved)
     assert origin is not None
     assert origin.step == 8
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from ds_pretrain.training.record import RunRecord
 from ds_pretrain.training.resume import tell_changes
 
@@ -16,18 +18,18 @@ class Events:
         self.records.append((kind, fields))
 
 
-def test_what_is_ahead_and_has_changed_is_told_and_noted_in_words() -> None:
+def test_what_is_ahead_and_has_changed_is_told_and_noted_in_words(caplog: pytest.LogCaptureFixture) -> None:
     phase = {"first_step": 8, "seq_len": 32, "mixture": {"web": 1.0}, "rope": None}
     changes = [
         {"attempt": 1, "field": "schedule.peak", "old": 0.1, "new": 0.2},  # told at the start before
         {"attempt": 2, "field": "phases.long", "old": None, "new": phase},
         {"attempt": 2, "field": "schedule.length", "old": 1200, "new": 1},
     ]
-    said: list[object] = []
+    caplog.set_level("INFO", "ds_pretrain")
     events: Any = Events()
-    tell_changes(RunRecord("a", {}, 2, "id", None, changes=tuple(changes)), events, said.append)
+    tell_changes(RunRecord("a", {}, 2, "id", None, changes=tuple(changes)), events)
     words = "sequences of 32 tokens of 1 web, from step 8 on"
-    assert said == [
+    assert caplog.messages == [
         f"`phases.long` is {words} from this start on; it was not there",
         "`schedule.length` is 1 step from this start on; it was 1,200 steps",
     ]

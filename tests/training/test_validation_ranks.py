@@ -14,7 +14,8 @@ from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.data.loader import validation_batches
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.training import validation as evaluation_module
-from ds_pretrain.training.setup import open_run_engine, prepare_inputs, validation_sets
+from ds_pretrain.training.preflight import prepare_inputs
+from ds_pretrain.training.setup import open_run_engine, validation_sets
 from ds_pretrain.training.validation import evaluate
 from tests.engine.small import whole_model
 from tests.ranks import run_ranks
@@ -68,7 +69,7 @@ def test_p09_training_is_bitwise_the_same_with_validation_at_every_step_or_never
 def _evaluate(world: World, run_file: str) -> Any:
     """What the loop finds of fresh weights, twice; plain torch's loss of each token; the mode afterwards."""
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world)).values()
+    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     gathered = []
     patch = pytest.MonkeyPatch()
@@ -129,7 +130,7 @@ def test_the_validation_loss_is_plain_torchs_mean_on_any_number_of_ranks(tmp_pat
 def _evaluate_masked(world: World, run_file: str) -> Any:
     """By position with documents kept apart; plain torch on each document by itself."""
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world)).values()
+    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     found = evaluate(engine, sets, 2, world)
     model = whole_model(plan).eval()
@@ -172,7 +173,7 @@ def test_with_documents_kept_apart_a_position_is_that_in_the_document(tmp_path: 
 
 def _retrieve(world: World, run_file: str) -> Any:
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world)).values()
+    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     streams = torch.get_rng_state().tolist()
     logits = engine.logits
