@@ -1,17 +1,26 @@
 """`ds-pretrain check RUN.toml`: finds what is wrong without an engine, and prints the resolved run."""
 
 import argparse
+import json
+from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from ds_pretrain.commands.save_advice import interval_lines
+from ds_pretrain.checkpoint.interval import Costs, advice_lines, spoken, stall_warning
 from ds_pretrain.commands.train import world_source
-from ds_pretrain.config.plan import load_plan
+from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.config.timeline import to_steps
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.jsonl import METRICS
 from ds_pretrain.launch.hostfile import num_ranks, read_hostfile
 from ds_pretrain.models.config_check import asks_transformers, without_transformers
 from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.preflight import build_problems, find_problems, open_inputs, summary
+
+_NEWEST = 1000  # measurements of each kind: an older one may be of other hardware
 
 
 def check_command(words: argparse.Namespace) -> int:
@@ -60,3 +69,60 @@ def _model_lines(base: Base | None, quick: bool) -> Iterator[str]:
             f"weights    {base.folder}: names and shapes of {len(base.tensors):,} tensors are those of the "
             f"model (fingerprint {base.fingerprint})"
         )
+
+
+def interval_lines(plan: Plan) -> Iterator[str]:
+    """How often to save, from what this run has measured; or the one line of what is needed to say it."""
+    section = plan.run.checkpoint
+    saves = _newest_records(plan.out, "checkpoint")
+    stall, complete = _median(saves, "stall_seconds"), _median(saves, "total_seconds")
+    if section.mtbf is None or stall is None or complete is None:
+        mtbf = 'checkpoint.mtbf, the mean time between failures here (like "8 h")'
+        save = "a first save of this run, to be measured"
+        needed = [words for words, lacks in ((mtbf, section.mtbf is None), (save, stall is None)) if lacks]
+        yield f"saves      advice on checkpoint.every needs {' and '.join(needed)}"
+        return
+    restore = _median(_newest_records(plan.out, "resume"), "restore_seconds")
+    interval = _interval_seconds(plan)
+    yield (
+        f"saves      measured: training stands still for {spoken(stall)}, a checkpoint is complete after "
+        f"{spoken(complete)}, a restore takes {'an unknown time' if restore is None else spoken(restore)}"
+    )
+    costs = Costs(stall, complete, restore or 0.0, section.mtbf.seconds)
+    yield from (f"           {line}" for line in advice_lines(costs, interval))
+    warning = None if interval is None else stall_warning(stall, interval, section.stall_share)
+    if warning is not None:
+        yield f"warning    {warning}"
+
+
+def _interval_seconds(plan: Plan) -> float | None:
+    """Seconds between saves as `checkpoint.every` has them where a run stands: the first one to come."""
+    steps = _newest_records(plan.out, "step")
+    step_seconds = _median(steps, "step_seconds")
+    seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]
+    if step_seconds is not None:
+        segment = plan.timeline.at(min(steps[-1]["step"], plan.last_step) - 1)
+        seconds += (
+            to_steps(duration, segment.tokens_per_step) * step_seconds
+            for duration in plan.run.checkpoint.every
+            if duration.unit != "seconds"
+        )
+    return min(seconds, default=None)
+
+
+def _newest_records(out: Path, event: str) -> list[dict[str, Any]]:
+    """The newest records of an event, however many steps the run has; torn lines are skipped."""
+    mark = f'"event": "{event}"'.encode()  # only what is kept is taken apart
+    lines: deque[bytes] = deque(maxlen=_NEWEST)
+    with suppress(OSError), (out / METRICS).open("rb") as file:
+        lines.extend(line for line in file if mark in line)
+    records = []
+    for line in lines:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def _median(records: list[dict[str, Any]], field: str) -> float | None:
+    values = [value for record in records if isinstance(value := record.get(field), int | float)]
+    return median(values) if values else None

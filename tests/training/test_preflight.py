@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.commands import save_advice
+from ds_pretrain.commands import check
+from ds_pretrain.commands.check import interval_lines
 from ds_pretrain.commands.cli import main
-from ds_pretrain.commands.save_advice import interval_lines
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.core.errors import InputError
@@ -225,7 +225,7 @@ def test_how_often_to_save_is_said_from_what_was_measured(tmp_path: Path) -> Non
 def test_the_newest_measurements_count_and_torn_lines_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_advice, "_NEWEST", 3)
+    monkeypatch.setattr(check, "_NEWEST", 3)
     plan = load_plan(make_run(tmp_path, save_every="100 steps"), ["checkpoint.mtbf=8 h"])
     saves = [{**SAVE, "stall_seconds": seconds} for seconds in (9.0, 0.6, 0.5, 0.7)]
     _measured(plan.out, STEP, *saves, {"event": "resume"}, {"event": "resume", "restore_seconds": "nan"})
