@@ -39,14 +39,13 @@ from ranks import start_ranks
 from report import finish, judge, spread
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.behind import Stage
 from ds_pretrain.checkpoint.manifest import Manifest, owner, step_name
-from ds_pretrain.checkpoint.save import Saves
+from ds_pretrain.checkpoint.save import Saves, Stage
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier, from_main, gather_rows
 from ds_pretrain.core.state import RunState
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine.engine import ZeroEngine
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.models.loss import cross_entropy_and_z

@@ -42,10 +42,9 @@ from ds_pretrain.core.errors import Preempted
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.stop import StopSignal
-from ds_pretrain.data.indexed import open_source
+from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.data.validation_set import make_validation_set
-from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.models.pretrained import Base

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from report import finish, judge, spread, time_in_turn
 
-from ds_pretrain.data.prepare import prepare
+from ds_pretrain.data.prepare import PrepareOptions, prepare
 from ds_pretrain.data.tokenizer import load_tokenizer
 
 ROUNDS = 5
@@ -31,8 +32,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 Path("/proc/self/clear_refs").write_text("5")
-from ds_pretrain.data.prepare import prepare
-prepare([sys.argv[1]], sys.argv[2], sys.argv[3], progress=False)
+from ds_pretrain.data.prepare import PrepareOptions, prepare
+prepare(PrepareOptions([sys.argv[1]], sys.argv[2], sys.argv[3], progress=False))
 print(next(l.split()[1] for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")))
 """
 
@@ -64,19 +65,15 @@ def main() -> None:
         source = folder / "library.jsonl"
         write_jsonl(source, texts, 1)
         tokenizer = folder / "tokenizer"
-        first = prepare(
-            [str(source)],
-            str(tokenizer),
-            folder / "out",
-            train_tokenizer_size=VOCABULARY,
-            progress=False,
-            say=lambda _: None,
+        options = PrepareOptions(
+            [str(source)], str(tokenizer), folder / "out", overwrite=True, progress=False
         )
+        first = prepare(replace(options, train_tokenizer_size=VOCABULARY), lambda _: None)
         print(f"{len(texts):,} documents, {first.tokens:,} tokens, {source.stat().st_size / 1e6:.0f} MB")
         bare = load_tokenizer(str(tokenizer)).model
 
         def ours() -> None:
-            prepare([str(source)], str(tokenizer), folder / "out", overwrite=True, progress=False)
+            prepare(options)
 
         def theirs() -> None:
             for start in range(0, len(texts), BATCH_DOCUMENTS):

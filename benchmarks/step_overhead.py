@@ -36,8 +36,8 @@ from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.stop import StopSignal
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.data.loader import MicroBatch
-from ds_pretrain.data.writer import IndexedWriter
 from ds_pretrain.engine.engine import Engine, Update, ZeroEngine
 from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.models.pretrained import Base

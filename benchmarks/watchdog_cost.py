@@ -36,7 +36,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.run_lock import RunLock
 from ds_pretrain.core.stop import StopSignal
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine import engine as engine_module
 from ds_pretrain.engine.engine import Update, ZeroEngine
 from ds_pretrain.engine.skip_step import dropping_above

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 
 LLAMA = {
     "model_type": "llama",

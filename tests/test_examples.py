@@ -7,7 +7,7 @@ import pytest
 
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.training.compatibility import identity_of, past_changes
 
 ROOT = Path(__file__).parents[1]

@@ -1,20 +1,58 @@
-"""Two checkpoints compared bit by bit, whatever ranks and ZeRO stages wrote them, a parameter at a time."""
+"""Two checkpoints compared bit by bit, whatever ranks, ZeRO stages and formats they are of.
 
+Nothing large is read on opening; each tensor is read, or put together from shards, when it is asked for: one
+parameter of each checkpoint is in memory at a time.
+"""
+
+import contextlib
+import io
+import json
 import math
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.contents import WEIGHT, Contents, opened
+from ds_pretrain.checkpoint.manifest import (
+    DEEPSPEED,
+    MANIFEST,
+    RUN_STATE,
+    SOURCE_MANIFEST,
+    UNIVERSAL_MANIFEST,
+    Group,
+    Manifest,
+    owner,
+    parse_manifest,
+)
+from ds_pretrain.checkpoint.shards import load_pickle, open_shards
+from ds_pretrain.checkpoint.universal import damage, read_universal
+from ds_pretrain.checkpoint.verify import broken_reason
+from ds_pretrain.core.distributed import World
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import changed_fields, counted, shown
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64
-_STATE = ("optimizer", "engine", "run_state.json")  # where a run stands, as against how it was set up
+_STATE = ("optimizer", "engine", RUN_STATE)  # where a run stands, as against how it was set up
+_WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
+_COUNTERS = ("global_steps", "skipped_steps")
+_Tensors = dict[tuple[str, str], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A verified checkpoint, opened."""
+
+    title: str  # "step 1,000, 8 ranks, ZeRO-3"
+    tensors: _Tensors  # (parameter, kind) to a reader of the whole
+    values: Mapping[str, Any]  # nested: optimizer options, counters, run state, settings
+    streams: Mapping[int, Mapping[str, str]]  # rank to stream to a hash of its state
 
 
 @dataclass(frozen=True)
@@ -68,11 +106,11 @@ def differences(a: Path, b: Path) -> Differences:
     Raises:
         InputError: one does not verify; with the reason.
     """
-    first, second = opened(a, b)
+    first, second = _open(a, b)
     names = [
         key
         for key in dict.fromkeys([*first.tensors, *second.tensors])
-        if key[1] != WEIGHT or (key in first.tensors and key in second.tensors)
+        if key[1] != _WEIGHT or (key in first.tensors and key in second.tensors)
     ]
     found = [each for key in names if (each := _tensor_difference(key, first, second)) is not None]
     ranks = sorted({*first.streams, *second.streams})
@@ -160,3 +198,137 @@ def _stream_lines(rank: int, a: Contents, b: Contents) -> Iterator[str]:
     for name in dict.fromkeys([*mine, *theirs]):
         if mine.get(name) != theirs.get(name):
             yield f"rank {rank}: the random stream of {name} differs"
+
+
+def _open(*folders: Path) -> list[Contents]:
+    """Open checkpoints, or their universal forms, all of which verify by this process alone.
+
+    Raises:
+        InputError: any does not verify; every reason at once, and nothing has been opened.
+    """
+    reasons = {folder: _reason(folder) for folder in folders}
+    if problems := [f"{folder} cannot be opened: {reason}" for folder, reason in reasons.items() if reason]:
+        raise InputError(problems)
+    said = io.StringIO()  # reading the pickles imports DeepSpeed, which speaks of accelerators
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return [_open_shards(f) if (f / MANIFEST).is_file() else _open_universal(f) for f in folders]
+
+
+def _reason(folder: Path) -> str | None:
+    try:
+        if (folder / MANIFEST).is_file():
+            return broken_reason(folder)
+        if (folder / UNIVERSAL_MANIFEST).is_file():
+            return damage(folder, read_universal(folder), World())
+    except (OSError, ValueError) as error:
+        return str(error)
+    if not folder.is_dir():
+        return "there is no such folder"
+    return (
+        f"it has neither {MANIFEST} nor {UNIVERSAL_MANIFEST}, so nothing proves its files, and DeepSpeed's "
+        "are pickles, which can run code when they are read"
+    )
+
+
+def _open_shards(folder: Path) -> Contents:
+    source = open_shards(folder)
+    tensors: _Tensors = {
+        (name, kind): partial(source.whole, name, kind) for name in source.names for kind in source.kinds
+    }
+    tensors |= _at_hand(_WEIGHT, source.weights()) | _at_hand("buffer", source.buffers())
+    tensors |= {(name, "frozen"): partial(source.whole_frozen, name) for name in source.frozen}
+    steps = sorted(source.steps())
+    optimizer = {
+        "steps": steps[0] if len(steps) == 1 else steps,
+        "groups": _group_values(source.options, source.groups()),
+    }
+    counters = {key: source.model.get(key) for key in _COUNTERS}
+    ranks = counted(source.manifest.world_size, "rank")
+    title = f"step {source.manifest.step:,}, {ranks}, ZeRO-{source.stage}"
+    values = {"optimizer": optimizer, "engine": counters, **_settings(folder, source.manifest)}
+    return Contents(title, tensors, values, _streams(folder))
+
+
+def _open_universal(folder: Path) -> Contents:
+    manifest = read_universal(folder)
+    saved = parse_manifest((folder / SOURCE_MANIFEST).read_text(encoding="utf-8"))
+    tensors: _Tensors = {
+        (path.parent.name, path.stem): partial(_universal_tensor, path)
+        for path in sorted((folder / "zero").glob("*/*.pt"))
+        if path.stem != "step"
+    }
+    rest = load_pickle(folder / "rest.pt")
+    tensors |= _at_hand("buffer", rest["buffers"]) | _at_hand("frozen", rest["frozen"])
+    options = load_pickle(folder / "zero" / "optimizer_state.pt")["param_groups"]
+    model = load_pickle(next(folder.glob("*_model_states.pt")))
+    values = {
+        "optimizer": {"steps": manifest.optimizer_steps, "groups": _group_values(options, manifest.groups)},
+        "engine": {key: model.get(key) for key in _COUNTERS},
+        **_settings(folder, saved),
+    }
+    ranks = counted(manifest.world_size, "rank")
+    title = f"step {manifest.step:,}, universal, of {ranks}, ZeRO-{manifest.zero_stage}"
+    return Contents(title, tensors, values, _streams(folder))
+
+
+def _at_hand(kind: str, tensors: Mapping[str, Tensor]) -> _Tensors:
+    """Tensors that are mapped from a file already."""
+    return {(name, kind): partial(_same, value) for name, value in tensors.items()}
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _universal_tensor(path: Path) -> Tensor:
+    tensor: Tensor = load_pickle(path)["param"]
+    return tensor
+
+
+def _group_values(options: list[dict[str, Any]], groups: Iterable[Group]) -> dict[str, Any]:
+    """Each group's options and the names of its parameters, by the group's name."""
+    return {
+        group.name: {
+            **{key: _plain(value) for key, value in each.items() if key != "params"},
+            "parameters": sorted(group.parameters),
+        }
+        for each, group in zip(options, groups, strict=True)
+    }
+
+
+def _settings(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The run's state, its settings as they were read, and what makes the run that run."""
+    found = {name: _parsed(folder / name) for name in (RUN_STATE, "run.toml", DEEPSPEED, "model.json")}
+    found |= {"identity": manifest.identity, "overrides": list(manifest.overrides)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _parsed(path: Path) -> Any:
+    """A file of settings as a tree, or its text where it is none; None if there is no such file."""
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8")
+    try:
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError:
+        return text
+
+
+def _streams(folder: Path) -> dict[int, dict[str, str]]:
+    return {
+        owner(f"rng/{path.name}"): {
+            name: sha256(repr(_plain(state)).encode()).hexdigest()
+            for name, state in torch.load(path, map_location="cpu", weights_only=True).items()
+            if state is not None  # no device
+        }
+        for path in sorted((folder / "rng").glob("rank_*.pt"))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts, lists and tables, whatever it was: comparable and printable."""
+    if torch.is_tensor(value):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -14,79 +14,50 @@ from math import sqrt
 
 
 @dataclass(frozen=True)
-class Advice:
-    """The interval to choose, in seconds from one save to the next, and what is lost at it."""
+class Costs:
+    """What saves and failures cost, in seconds: medians of what was measured."""
 
-    seconds: float  # Daly's, and never shorter than a save takes to be complete
-    young_seconds: float  # the first-order one, as it is
-    lost: float  # expected share of all time, 0 to 1
-    interval_seconds: float | None  # the present one, if it is known
-    lost_now: float | None  # at the present one
+    stall: float  # that training stands still for a save
+    complete: float  # from the begin of a save until its checkpoint is complete
+    restore: float  # from the start of a process until it trains again
+    mtbf: float  # mean time between failures of the whole cluster, above 0
 
+    @property
+    def young_seconds(self) -> float:
+        """Young's interval: sqrt(2 stall mtbf)."""
+        return sqrt(2 * self.stall * self.mtbf)
 
-def advice(
-    stall_seconds: float,
-    complete_seconds: float,
-    restore_seconds: float,
-    mtbf_seconds: float,
-    interval_seconds: float | None = None,
-) -> Advice:
-    """What to choose, from medians of what was measured.
+    @property
+    def daly_seconds(self) -> float:
+        """Daly's interval, from one save to the next: training between them, and the stall."""
+        if self.stall >= 2 * self.mtbf:
+            return self.mtbf + self.stall
+        half = self.stall / (2 * self.mtbf)
+        return self.young_seconds * (1 + sqrt(half) / 3 + half / 9)
 
-    Args:
-        stall_seconds: that training stands still for a save.
-        complete_seconds: from the begin of a save until its checkpoint is complete.
-        restore_seconds: from the start of a process until it trains again.
-        mtbf_seconds: mean time between failures of the whole cluster, above 0.
-        interval_seconds: between saves at present, None if that is not known yet.
-    """
-    best = max(daly_seconds(stall_seconds, mtbf_seconds), complete_seconds)
-    costs = (stall_seconds, complete_seconds, restore_seconds, mtbf_seconds)
-    return Advice(
-        seconds=best,
-        young_seconds=young_seconds(stall_seconds, mtbf_seconds),
-        lost=lost_share(best, *costs),
-        interval_seconds=interval_seconds,
-        lost_now=None if interval_seconds is None else lost_share(interval_seconds, *costs),
-    )
+    @property
+    def best_seconds(self) -> float:
+        """The interval to choose: Daly's, and never shorter than a save takes to be complete."""
+        return max(self.daly_seconds, self.complete)
+
+    def lost_share(self, interval: float) -> float:
+        """Expected share of time lost, to first order: stalls, and half an interval and more a failure."""
+        if interval <= 0:
+            return 1.0
+        repeated = interval / 2 + self.complete + self.restore
+        return min(1.0, self.stall / interval + repeated / self.mtbf)
 
 
-def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Young's interval: sqrt(2 stall mtbf)."""
-    return sqrt(2 * stall_seconds * mtbf_seconds)
-
-
-def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Daly's interval, from one save to the next: training between them, and the stall."""
-    if stall_seconds >= 2 * mtbf_seconds:
-        return mtbf_seconds + stall_seconds
-    half = stall_seconds / (2 * mtbf_seconds)
-    return young_seconds(stall_seconds, mtbf_seconds) * (1 + sqrt(half) / 3 + half / 9)
-
-
-def lost_share(
-    interval_seconds: float,
-    stall_seconds: float,
-    complete_seconds: float,
-    restore_seconds: float,
-    mtbf_seconds: float,
-) -> float:
-    """Expected share of time lost, to first order: stalls, and at each failure half an interval and more."""
-    if interval_seconds <= 0:
-        return 1.0
-    repeated = interval_seconds / 2 + complete_seconds + restore_seconds
-    return min(1.0, stall_seconds / interval_seconds + repeated / mtbf_seconds)
-
-
-def advice_lines(found: Advice) -> Iterator[str]:
-    """The advice for people: the best interval, then the present one beside it."""
+def advice_lines(costs: Costs, interval: float | None) -> Iterator[str]:
+    """The best interval, then the present one beside it, if that is known."""
+    best = costs.best_seconds
     yield (
-        f"a save every {spoken(found.seconds)} loses least: {found.lost:.2%} of the time is expected to be "
-        f"lost (Daly 2006; Young 1974 says {spoken(found.young_seconds)})"
+        f"a save every {spoken(best)} loses least: {costs.lost_share(best):.2%} of "
+        f"the time is expected to be lost (Daly 2006; Young 1974 says {spoken(costs.young_seconds)})"
     )
-    if found.interval_seconds is not None and found.lost_now is not None:
+    if interval is not None:
         yield (
-            f"checkpoint.every is about {spoken(found.interval_seconds)} at present: {found.lost_now:.2%} is "
+            f"checkpoint.every is about {spoken(interval)} at present: {costs.lost_share(interval):.2%} is "
             "expected to be lost"
         )
 
@@ -105,11 +76,6 @@ def stall_warning(stall_seconds: float, interval_seconds: float, share: float) -
 
 def spoken(seconds: float) -> str:
     """Two digits in the unit that fits: "0.42 s", "14 min", "2.5 h"."""
-    for unit, size, most in (("s", 1, 99.5), ("min", 60, 99.5)):
-        if seconds / size < most:
-            return f"{_two_digits(seconds / size)} {unit}"
-    return f"{_two_digits(seconds / 3600)} h"
-
-
-def _two_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
+    size, unit = next(((n, u) for n, u in ((1, "s"), (60, "min")) if seconds / n < 99.5), (3600, "h"))
+    number = seconds / size
+    return f"{number:,.0f} {unit}" if number >= 9.95 else f"{number:.2g} {unit}"

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,15 +12,14 @@ from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     UnknownVersion,
-    parse_manifest,
     published,
     step_name,
     step_of,
 )
 from ds_pretrain.checkpoint.remote import Remote
-from ds_pretrain.checkpoint.retention import CALM, PINNED, branches, is_shipped
-from ds_pretrain.checkpoint.storage import wrong_file
-from ds_pretrain.checkpoint.verify import broken_reason
+from ds_pretrain.checkpoint.retention import CALM, PINNED, is_shipped, read_branches, read_mark
+from ds_pretrain.checkpoint.storage import first_wrong
+from ds_pretrain.checkpoint.verify import Seen, broken_reason, check_manifest, read_manifest
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import checksum, write_atomic
 
@@ -45,36 +44,33 @@ class Entry:
 def entries(root: Path) -> Iterator[Entry]:
     """Every published checkpoint, newest first. Reads manifests and sizes, no checksums."""
     for folder in published(root):
-        step = step_of(folder.name)
-        assert step is not None
-        manifest, reason = _read(folder, step)
+        seen, mark = _look(folder), read_mark(folder, VERIFIED)
         yield Entry(
             folder,
-            step,
-            manifest,
-            reason,
+            step_of(folder.name) or 0,
+            seen.manifest,
+            seen.reason,
             is_calm=(folder / CALM).exists(),
             is_pinned=(folder / PINNED).exists(),
             is_shipped=is_shipped(folder),
-            verified_at=_verified_at(folder),
+            verified_at=datetime.fromisoformat(mark["time"]) if mark is not None else None,
         )
 
 
 def entries_there(remote: Remote) -> Iterator[Entry]:
     """Every checkpoint at another place, newest first. Reads manifests only."""
     for step in remote.steps():
-        manifest, reason = _parsed(remote.read(step, MANIFEST) or b"", step)
-        marked = {mark: remote.size(step, mark) is not None for mark in (CALM, PINNED)}
-        folder = Path(step_name(step))
-        yield Entry(folder, step, manifest, reason, marked[CALM], marked[PINNED], True, None)
+        seen = _look_there(remote, step)
+        is_calm, is_pinned = (remote.size(step, mark) is not None for mark in (CALM, PINNED))
+        yield Entry(Path(step_name(step)), step, seen.manifest, seen.reason, is_calm, is_pinned, True, None)
 
 
 def wrong_there(remote: Remote, step: int) -> str | None:
     """Why a checkpoint at another place is broken, or None: every file is read to its end."""
-    manifest, reason = _parsed(remote.read(step, MANIFEST) or b"", step)
-    if manifest is None:
-        return reason
-    for name, entry in manifest.files.items():
+    seen = _look_there(remote, step)
+    if seen.manifest is None:
+        return seen.reason
+    for name, entry in seen.manifest.files.items():
         found = remote.entry(step, name)
         if found != entry:
             what = "is not there" if found is None else "is not what the manifest lists"
@@ -88,7 +84,7 @@ def listed(root: Path, now: datetime | None = None) -> Iterator[str]:
     found = list(entries(root))
     yield from table(found, now)
     for entry in found:
-        for name, out in branches(entry.folder):
+        for name, out in read_branches((entry.folder / PINNED).read_bytes()) if entry.is_pinned else ():
             yield f"step {entry.step:,} is pinned: {name} ({out}) began from it"
     for folder in sorted(root.glob(f"step_*{BROKEN}*")):
         age = ago(now.timestamp() - folder.stat().st_mtime)
@@ -158,35 +154,21 @@ def size(number_of_bytes: float) -> str:
     return f"{number_of_bytes:,.0f} B" if unit == "B" else f"{number_of_bytes:,.1f} {unit}"
 
 
-def _read(folder: Path, step: int) -> tuple[Manifest | None, str | None]:
+def _look(folder: Path) -> Seen:
     """The manifest of a folder, and what is wrong as far as it and the files' sizes tell."""
     try:
-        manifest, reason = _parsed((folder / MANIFEST).read_bytes(), step)
-        files = manifest.files if manifest is not None else {}
-        wrong = (wrong_file(folder / name, entry, "sizes") for name, entry in files.items())
-        return manifest, next((found for found in wrong if found is not None), reason)
-    except FileNotFoundError:
-        return None, "it has no manifest"
-    except OSError as error:
-        return None, f"it cannot be checked ({error})"
+        seen = read_manifest(folder)
+        files = seen.manifest.files if seen.manifest is not None else {}
+        return replace(seen, reason=first_wrong(folder, files, "sizes") or seen.reason)
+    except (OSError, UnknownVersion) as error:
+        return Seen(reason=f"it cannot be checked ({error})")
 
 
-def _parsed(text: bytes, step: int) -> tuple[Manifest | None, str | None]:
-    """The manifest of a step, or what is wrong with it."""
+def _look_there(remote: Remote, step: int) -> Seen:
     try:
-        manifest = parse_manifest(text.decode())
-    except ValueError as error:
-        return None, f"its manifest cannot be read: {error}"
-    return (manifest, None) if manifest.step == step else (None, f"its manifest is of step {manifest.step:,}")
-
-
-def _verified_at(folder: Path) -> datetime | None:
-    try:
-        mark = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
-        belongs = mark["manifest"] == checksum(folder / MANIFEST)
-        return datetime.fromisoformat(mark["time"]) if belongs else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return check_manifest(remote.read(step, MANIFEST) or b"", step)
+    except UnknownVersion as error:
+        return Seen(reason=f"it cannot be checked ({error})")
 
 
 def _row(entry: Entry, manifest: Manifest, now: datetime) -> tuple[str, ...]:

@@ -1,16 +1,15 @@
-"""Names in a checkpoint folder, and the manifest that makes a folder a checkpoint."""
+"""Names in and around a checkpoint folder, and the manifests that make a folder a checkpoint."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
+from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.metrics import Probe
 
 MANIFEST = "manifest.json"
@@ -21,9 +20,14 @@ REPLACED = f".replaced{PARTIAL}"  # a checkpoint whose step was saved again
 DOOMED = f".doomed{PARTIAL}"  # a checkpoint that is being deleted
 LEFT = ".left_"  # and a number: pinned, and of a branch that a rollback has given up
 BROKEN = ".broken"
+_UNIVERSAL = ".universal"
+UNIVERSAL_MANIFEST = "universal.json"
+SOURCE_MANIFEST = "source_manifest.json"  # of the checkpoint that a universal one was made of
+_WORKSPACE = ".universal-unfinished"
 _STEP = re.compile(r"step_(\d{9,})")
 _RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")
 _VERSION = 1
+Sealed = TypeVar("Sealed", "Manifest", "UniversalManifest")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,6 @@ class Manifest:
     identity: Mapping[str, Any]  # of the run: what another start must agree with
     files: Mapping[str, FileEntry]
     probe: Probe | None = None
-    draws: int | None = None  # of the order of the data: trained and skipped; None: not counted then
 
     def to_json(self) -> str:
         """Text that `parse_manifest` reads; it carries a checksum of itself."""
@@ -64,20 +67,42 @@ class Manifest:
 
 def parse_manifest(text: str) -> Manifest:
     """Read a manifest. Raises ValueError if it is not one, or if a name in it would leave the folder."""
-    data = unseal(text, _VERSION, "its manifest")
-    try:
-        manifest: Manifest = TypeAdapter(Manifest).validate_json(
-            json.dumps(data), strict=True, extra="forbid"
-        )
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ValueError(f"its manifest lacks or does not know a field ({where})") from None
-    refuse_outside(manifest.files, "its manifest")
+    manifest = _read_sealed(Manifest, text, "its manifest")
     if RUN_STATE not in manifest.files:
         raise ValueError(f"its manifest does not list {RUN_STATE}")
     if datetime.fromisoformat(manifest.created).tzinfo is None:
         raise ValueError(f"its manifest was created at {manifest.created!r}, without a time zone")
     return manifest
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: its name and its parameters."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UniversalManifest:
+    """What a universal checkpoint holds. Written last."""
+
+    step: int
+    optimizer_steps: int  # applied updates, as the optimizer counts
+    world_size: int  # of the checkpoint that it was made of
+    zero_stage: int
+    source: str  # checksum of that checkpoint's manifest: another save of the step makes this stale
+    groups: tuple[Group, ...]
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> str:
+        """Text that `parse_universal` reads; it carries a checksum of itself."""
+        return seal({"version": _VERSION, **asdict(self)})
+
+
+def parse_universal(text: str) -> UniversalManifest:
+    """Read a universal checkpoint's manifest. Raises ValueError if it is none, or names files elsewhere."""
+    return _read_sealed(UniversalManifest, text, UNIVERSAL_MANIFEST)
 
 
 class UnknownVersion(ValueError):
@@ -89,11 +114,12 @@ def seal(fields: Mapping[str, Any]) -> str:
     return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
 
 
-def unseal(text: str, version: int, what: str) -> dict[str, Any]:
-    """The fields in the text of a manifest, which holds their checksum, but for its version.
+def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
+    """The value of which `text` is the sealed JSON.
 
     Raises:
-        UnknownVersion, ValueError: it is none, of another version, or not as it was written.
+        UnknownVersion, ValueError: it is none, of another version, not as it was written, or names a file
+            that would lie outside its folder.
     """
     try:
         data = json.loads(text)
@@ -101,20 +127,20 @@ def unseal(text: str, version: int, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} is nested too deeply") from None
     if not isinstance(data, dict) or "version" not in data:
         raise ValueError(f"{what} has no version")
-    if data["version"] != version:
+    if data["version"] != _VERSION:
         raise UnknownVersion(f"{what} has a version that this program does not know")
     if data.pop("sha256", None) != _digest(data):
         raise ValueError(f"{what} does not match its own checksum")
     del data["version"]
-    return data
-
-
-def refuse_outside(names: Iterable[str], what: str) -> None:
-    """Raise ValueError if a name that a manifest lists would leave the manifest's folder."""
-    for name in names:
+    try:
+        value = read_as(kind, json.dumps(data))
+    except ValueError as error:
+        raise ValueError(f"{what} lacks or does not know a field: {error}") from None
+    for name in value.files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ValueError(f"{what} names {name!r}, which lies outside the folder")
+    return value
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -130,6 +156,26 @@ def step_of(name: str) -> int | None:
     """The step of a published checkpoint's folder name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def cache_of(folder: Path) -> Path:
+    """Where the universal form of a checkpoint folder lies."""
+    return folder.with_name(folder.name + _UNIVERSAL)
+
+
+def workspace_of(folder: Path) -> Path:
+    """Where it is while it is made."""
+    return folder.with_name(folder.name + _WORKSPACE)
+
+
+def orphans(root: Path) -> list[Path]:
+    """Universal forms, finished or not, whose checkpoint is gone: what pruning deletes too."""
+    return [
+        path
+        for suffix in (_UNIVERSAL, _WORKSPACE)
+        for path in sorted(root.glob(f"*{suffix}"))
+        if step_of(name := path.name.removesuffix(suffix)) is not None and not (root / name).exists()
+    ]
 
 
 def published(root: Path) -> list[Path]:

@@ -1,4 +1,6 @@
-"""One checkpoint to DeepSpeed's universal format: a folder beside it that any number of ranks can load.
+"""Whether a checkpoint's shards fit this start, and their conversion to a form that fits any.
+
+The conversion makes a folder in DeepSpeed's universal format beside the checkpoint.
 
 DeepSpeed's own tool merges the shards; then each tensor is compared, bit for bit, with the shards that it
 came from, what the tool wrote for one ZeRO stage is made loadable by all, and what the tool leaves out is
@@ -13,31 +15,32 @@ added: buffers, frozen parameters, and everything of ours. Runs in one process, 
        universal.json                                          every file with size and checksum; written last
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
-from ds_pretrain.checkpoint.shards import KINDS, SHARD_ENDINGS, Fragment, Source, open_shards
-from ds_pretrain.checkpoint.universal_layout import (
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
     SOURCE_MANIFEST,
     UNIVERSAL_MANIFEST,
+    FileEntry,
     UniversalManifest,
     cache_of,
     workspace_of,
 )
-from ds_pretrain.core.errors import InputError, RunError
+from ds_pretrain.checkpoint.shards import KINDS, SHARD_ENDINGS, Source, open_shards
+from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import (
+    FileLock,
     available_memory_bytes,
     checksum,
     free_bytes,
@@ -52,6 +55,63 @@ _COUNTERS = ("dp_world_size", "mp_world_size", "global_steps", "global_samples",
 _ALSO_KEPT = ("ds_version", "ds_config", "param_shapes", "shared_params", "buffer_names", "lr_scheduler")
 _MEMORY_PER_SHARD = 3  # a worker holds a shard, a fragment of it and what torch.save buffers
 _SPACE_FACTOR = 2.2  # DeepSpeed's fragments and the merged files exist at one time
+# What decides how an optimizer's state is cut into shards, with the value that stands where nothing is set.
+_LAYOUT: dict[tuple[str, ...], Any] = {
+    ("zero_optimization", "stage"): None,
+    ("zero_optimization", "offload_optimizer", "device"): "none",
+    ("zero_optimization", "offload_param", "device"): "none",
+    ("zero_optimization", "sub_group_size"): 1_000_000_000,
+    ("zero_optimization", "round_robin_gradients"): False,
+    ("zero_optimization", "parameter_alignment"): None,
+    ("optimizer", "type"): None,
+    ("optimizer", "params", "torch_adam"): False,
+    ("bf16", "enabled"): False,
+    ("data_types", "grad_accum_dtype"): None,
+}
+
+
+def layout_changes(
+    saved: Mapping[str, Any], saved_world: int, config: Mapping[str, Any], world_size: int
+) -> list[str]:
+    """Why shards of one DeepSpeed JSON and world do not fit another ("ranks 2 -> 3"); empty if they do.
+
+    Raises:
+        InputError: a change that no conversion bridges.
+    """
+    changes = [f"ranks {saved_world} -> {world_size}"] if saved_world != world_size else []
+    for path, default in _LAYOUT.items():
+        before, after = _setting(saved, path, default), _setting(config, path, default)
+        if before != after:
+            changes.append(f"{'.'.join(path)} {before} -> {after}")
+    if changes:
+        _refuse_unbridgeable(saved, config, changes)
+    return changes
+
+
+def _setting(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> Any:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return default if value is None else value
+
+
+def _refuse_unbridgeable(saved: Mapping[str, Any], config: Mapping[str, Any], changes: list[str]) -> None:
+    problems = []
+    before, after = (str(_setting(c, ("optimizer", "type"), None)) for c in (saved, config))
+    if before != after and not {before, after} <= {"Adam", "AdamW"}:
+        problems.append(
+            f"optimizer.type changed from {before} to {after}: what one remembers means nothing to the "
+            "other; set it back, or start anew with another `out`"
+        )
+    for section in ("offload_optimizer", "offload_param"):
+        path = ("zero_optimization", section, "device")
+        if "nvme" in (_setting(saved, path, "none"), _setting(config, path, "none")):
+            problems.append(
+                f"zero_optimization.{section}.device = nvme: DeepSpeed cannot convert what it swapped out "
+                f"({', '.join(changes)}); start with what the checkpoint was saved with"
+            )
+    if problems:
+        raise agreed(InputError(problems))
 
 
 def convert(folder: Path) -> Path:
@@ -63,33 +123,16 @@ def convert(folder: Path) -> Path:
         InputError: it cannot be converted, another program does it now, or the disk is too small.
         RunError: DeepSpeed's tool failed (its last words are in the message), or its result is not right.
     """
-    with _alone(folder):
-        return _converted(folder)
+    cache = cache_of(folder).name
+    busy = f"{folder} is being converted by another program; wait until {cache} is there"
+    with FileLock(folder, lambda _: busy):  # a second conversion would throw away the work of the first
+        return _convert(folder)
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a checkpoint against a second conversion, which would throw the first one's work away."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise InputError(
-            f"{folder} is being converted by another program; wait until {cache_of(folder).name} is there"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _converted(folder: Path) -> Path:
+def _convert(folder: Path) -> Path:
     target, workspace = cache_of(folder), workspace_of(folder)
     _check_space(folder)
-    source = _convertible(folder)
+    source = _open_convertible(folder)
     for leftover in (workspace, target):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -101,10 +144,10 @@ def _converted(folder: Path) -> Path:
     steps = _steps(source)
     _finish_parameters(source, result / "zero", steps)
     write_point("convert_global")
-    _write_global(source, result)
-    _carry_over(folder, result)
+    _write_global(source, result, steps)
+    _carry_over(source, result)
     write_point("convert_manifest")
-    write_atomic(result / UNIVERSAL_MANIFEST, _sealed(folder, result, source, steps).to_json())
+    write_atomic(result / UNIVERSAL_MANIFEST, _list_files(result, source, steps).to_json())
     write_point("convert_publish")
     result.rename(target)
     write_point("convert_clean")
@@ -113,7 +156,7 @@ def _converted(folder: Path) -> Path:
     return target
 
 
-def _convertible(folder: Path) -> Source:
+def _open_convertible(folder: Path) -> Source:
     """The shards of a checkpoint that the universal format can hold.
 
     Raises:
@@ -188,51 +231,47 @@ def _steps(source: Source) -> int:
 
 def _finish_parameters(source: Source, zero: Path, steps: int) -> None:
     """Make every parameter's files loadable by every stage, and compare them with the shards."""
-    shapes, fragments = source.names, source.fragments
     for path in zero.iterdir():
-        if path.is_dir() and path.name not in shapes:
+        if path.is_dir() and path.name not in source.names:
             shutil.rmtree(path)  # buffers and second names of tied weights, which no optimizer owns
 
     def finish(name: str) -> list[str]:
-        found = [_finish(source, zero / name, kind, shapes[name], fragments[name]) for kind in KINDS]
+        found = [_finish(source, zero / name, kind) for kind in KINDS]
         torch.save(torch.tensor(float(steps)), zero / name / "step.pt")
         return [problem for problem in found if problem]
 
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        problems = [problem for found in pool.map(finish, shapes) for problem in found]
+        problems = [problem for found in pool.map(finish, source.names) for problem in found]
     if problems:
         raise RunError(
             f"DeepSpeed's conversion is wrong, the checkpoint is unharmed: {'; '.join(problems[:10])}"
         )
 
 
-def _finish(
-    source: Source, folder: Path, kind: str, shape: tuple[int, ...], fragments: Sequence[Fragment]
-) -> str | None:
-    path = folder / f"{kind}.pt"
+def _finish(source: Source, folder: Path, kind: str) -> str | None:
+    """Compare one tensor of a parameter, bit for bit; why it is not that of the shards, if it is not."""
+    name, path, position = folder.name, folder / f"{kind}.pt", 0
     if not path.is_file():
-        return f"{folder.name} has no {kind}"
+        return f"{name} has no {kind}"
     loaded = torch.load(path, map_location="cpu", weights_only=False)
     whole: Tensor = loaded["param"] if isinstance(loaded, dict) else loaded
-    if whole.numel() != prod(shape):
-        return f"{folder.name}: {kind} has {whole.numel():,} elements, expected {prod(shape):,}"
-    flat, position = whole.reshape(-1), 0
-    for piece in fragments:
-        mine = flat[position : position + piece.length]
-        theirs = source.piece(piece, kind)
+    shape, flat = source.names[name], whole.reshape(-1)
+    for piece in source.fragments[name]:
+        mine, theirs = flat[position : position + piece.length], source.piece(piece, kind)
         if not torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8)):
-            return f"{folder.name}: {kind} differs from rank {piece.rank}'s shard"
+            return f"{name}: {kind} differs from rank {piece.rank}'s shard"
         position += piece.length
-    if position != flat.numel():
-        return f"{folder.name}: the shards hold {position:,} elements of {kind}, expected {flat.numel():,}"
+    if not position == whole.numel() == prod(shape):
+        found = f"{whole.numel():,} elements, the shards {position:,}"
+        return f"{name}: {kind} has {found}, expected {prod(shape):,}"
     if not isinstance(loaded, dict) or whole.shape != torch.Size(shape):
         torch.save({"param": whole.reshape(shape), "cat_dim": 0}, path)
     return None
 
 
-def _write_global(source: Source, result: Path) -> None:
+def _write_global(source: Source, result: Path, steps: int) -> None:
     options = source.options
-    state = {0: {"step": torch.tensor(float(_steps(source)))}}
+    state = {0: {"step": torch.tensor(float(steps))}}
     torch.save(
         {
             "zero_stage": source.stage,
@@ -256,40 +295,28 @@ def _write_global(source: Source, result: Path) -> None:
         )
 
 
-def _carry_over(folder: Path, result: Path) -> None:
+def _carry_over(source: Source, result: Path) -> None:
     """Copy what is not DeepSpeed's: random streams, the run's state and texts."""
-    manifest = folder / MANIFEST
-    if manifest.is_file():
-        names = [Path(name) for name in parse_manifest(manifest.read_text(encoding="utf-8")).files]
-        shutil.copyfile(manifest, result / SOURCE_MANIFEST)
-    else:
-        names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    for name in names:
-        if not name.name.endswith(SHARD_ENDINGS):
+    shutil.copyfile(source.folder / MANIFEST, result / SOURCE_MANIFEST)
+    for name in source.manifest.files:
+        if not name.endswith(SHARD_ENDINGS):
             (result / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, result / name)
+            shutil.copyfile(source.folder / name, result / name)
 
 
-def _sealed(folder: Path, result: Path, source: Source, steps: int) -> UniversalManifest:
+def _list_files(result: Path, source: Source, steps: int) -> UniversalManifest:
     paths = sorted(path for path in result.rglob("*") if path.is_file())
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
         sums = list(pool.map(checksum, paths))
-    files = {
-        path.relative_to(result).as_posix(): FileEntry(path.stat().st_size, digest)
-        for path, digest in zip(paths, sums, strict=True)
-    }
-    manifest = folder / MANIFEST
-    step = (
-        parse_manifest(manifest.read_text(encoding="utf-8")).step
-        if manifest.is_file()
-        else source.model["global_steps"]
-    )
     return UniversalManifest(
-        step=step,
+        step=source.manifest.step,
         optimizer_steps=steps,
         world_size=len(source.shards),
         zero_stage=source.stage,
-        source=checksum(manifest) if manifest.is_file() else None,
+        source=checksum(source.folder / MANIFEST),
         groups=tuple(source.groups()),
-        files=files,
+        files={
+            path.relative_to(result).as_posix(): FileEntry(path.stat().st_size, digest)
+            for path, digest in zip(paths, sums, strict=True)
+        },
     )

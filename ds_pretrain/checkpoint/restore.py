@@ -5,40 +5,40 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ds_pretrain.checkpoint.foreign import opened
 from ds_pretrain.checkpoint.manifest import (
     BROKEN,
     DOOMED,
     LEFT,
     MANIFEST,
+    SOURCE_MANIFEST,
     Manifest,
     parse_manifest,
     published,
     step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.recovery import recover
-from ds_pretrain.checkpoint.relayout import layout_changes
+from ds_pretrain.checkpoint.reshard import layout_changes
 from ds_pretrain.checkpoint.retention import PINNED
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.storage import Places, Tell, assembled
-from ds_pretrain.checkpoint.universal import Universal, UniversalShards, prepared
+from ds_pretrain.checkpoint.storage import Places, Tell
+from ds_pretrain.checkpoint.universal import UniversalShards, open_foreign, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
-from ds_pretrain.checkpoint.universal_layout import SOURCE_MANIFEST
 from ds_pretrain.checkpoint.verify import (
     Found,
     agreed_look,
+    assemble,
     broken_reason,
     found_at_step,
     found_in_folder,
+    recover,
     rename_broken,
 )
-from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.core.distributed import World, from_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.state import RunState
 
@@ -63,7 +63,8 @@ def find(
         RunError: a disk or the remote place does not answer.
     """
     told = agreed_look(places.root, world, lambda: _steps_here(places, world, tell))
-    shipped = agreed_look(places.root, world, lambda: _shipped_steps(places, world))[0]
+    remote = places.remote if world.is_main else None
+    shipped = agreed_look(places.root, world, lambda: [] if remote is None else remote.steps())[0]
     passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world, tell)
@@ -73,28 +74,22 @@ def find(
             if world.is_main:
                 tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
             passed_over.append(step)
-            continue
-        _set_aside(places, step, outcome, world, tell)
+        else:
+            _set_aside(places, step, outcome, world, tell)
     if shipped or any(steps or had_broken for steps, had_broken in told):
+        steps = ", ".join(f"{step:,}" for step in passed_over)
+        but = (
+            f"; those of steps {steps} do, but the watchdog has gone back behind them: "
+            'after a stop watchdog.mode = "observe" goes on from there'
+        )
         raise agreed(
             InputError(
                 f"no checkpoint in {places.root} verifies (what does not was named and set aside as "
-                f"*{BROKEN}{_but(passed_over)}); a run never silently starts again at step 0: put an intact "
-                "checkpoint back, or give the run file a new `out`"
+                f"*{BROKEN}{but if steps else ''}); a run never silently starts again at step 0: put an "
+                "intact checkpoint back, or give the run file a new `out`"
             )
         )
     return None
-
-
-def _but(passed_over: Sequence[int]) -> str:
-    """Of an error: what does verify, and is not gone on from."""
-    if not passed_over:
-        return ""
-    steps = ", ".join(f"{step:,}" for step in passed_over)
-    return (
-        f"; those of steps {steps} do, but the watchdog has gone back behind them: "
-        'after a stop watchdog.mode = "observe" goes on from there'
-    )
 
 
 def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
@@ -147,7 +142,7 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
     """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
 
     Args:
-        accept_missing: what the user allows a universal one to lack, of `foreign.MISSING`.
+        accept_missing: what the user allows a universal one to lack, of `universal.MISSING`.
 
     Raises:
         InputError: it is none, does not verify, or lacks something that was not allowed.
@@ -157,11 +152,24 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
         if isinstance(outcome, Found):
             return outcome
         raise agreed(InputError(f"{path} does not verify: {outcome}; name another checkpoint"))
-    form = opened(path, accept_missing, world, tell)
+    form = open_foreign(path, accept_missing, world, tell)
     if (path / SOURCE_MANIFEST).is_file():
         manifest = parse_manifest((path / SOURCE_MANIFEST).read_text(encoding="utf-8"))
-    else:
-        manifest = _unknown_manifest(form)
+    else:  # something else wrote it: where it stands is known, and no run of ours
+        manifest = Manifest(
+            step=form.state.step,
+            tokens=0,
+            samples=0,
+            world_size=form.manifest.world_size,
+            zero_stage=form.manifest.zero_stage,
+            versions={},
+            created="",
+            attempt=0,
+            wandb_id=None,
+            overrides=(),
+            identity={},
+            files={},
+        )
     return Found(path, manifest, form.state, universal=form)
 
 
@@ -181,7 +189,7 @@ def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World
         return found
     folder = found.folder
     if places.per_host and folder.parent == places.root:
-        outcome = assembled(places, found.manifest, found.text, world, tell)
+        outcome = assemble(places, found.manifest, found.text, world, tell)
         if not isinstance(outcome, Path):
             raise agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
         folder = outcome
@@ -216,43 +224,14 @@ def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bo
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 
 
-def _shipped_steps(places: Places, world: World) -> list[int]:
-    return places.remote.steps() if places.remote is not None and world.is_main else []
-
-
 def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell) -> None:
     """Rename what there is of a broken checkpoint, on every host. Collective."""
     folder = places.root / step_name(step)
-    problem = aside = None
-    if places.leads(world) and folder.exists():
-        try:
-            aside = rename_broken(folder).name
-        except OSError as error:
-            problem = f"rank {world.rank}: {error}"
-    told = gather_objects(world, (aside, problem))
-    for _, problem in told:
-        if problem is not None:
-            raise agreed(RunError(problem))
-    names = [name for name, _ in told if name is not None]
+    leads = places.leads(world)
+    told = agreed_look(
+        folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
+    )
+    names = [name for name in told if name is not None]
     done = f"set aside as {names[0]}" if names else "nothing of it is here"
     if world.is_main:
         tell(f"checkpoint {folder} is broken: {reason}; {done}, trying the one before it")
-
-
-def _unknown_manifest(form: Universal) -> Manifest:
-    """What is known of a checkpoint that something else wrote: where it stands, and no run of ours."""
-    world_size, stage = (form.manifest.world_size, form.manifest.zero_stage) if form.manifest else (0, 0)
-    return Manifest(
-        step=form.state.step,
-        tokens=0,
-        samples=0,
-        world_size=world_size,
-        zero_stage=stage,
-        versions={},
-        created="",
-        attempt=0,
-        wandb_id=None,
-        overrides=(),
-        identity={},
-        files={},
-    )

@@ -1,21 +1,48 @@
-"""Which checkpoints stay. One rank prunes; what it deletes loses its name first; a failure stops nothing."""
+"""When a checkpoint is due, and which checkpoints stay.
+
+One rank prunes; what it deletes loses its name first; a failure stops nothing.
+"""
 
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
-from ds_pretrain.checkpoint.manifest import DOOMED, MANIFEST, PARTIAL, RUN_STATE, published, step_of
-from ds_pretrain.checkpoint.universal_layout import orphans
-from ds_pretrain.config.timeline import Multiples
+from ds_pretrain.checkpoint.manifest import (
+    DOOMED,
+    MANIFEST,
+    PARTIAL,
+    RUN_STATE,
+    orphans,
+    published,
+    step_of,
+)
+from ds_pretrain.config.timeline import Duration, Multiples
 from ds_pretrain.core.files import write_point
-from ds_pretrain.core.state import Rollback, RunState
-from ds_pretrain.watchdog.policy import is_abandoned
+from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
 CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it
 SHIPPED = "shipped"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
+
+
+class WallClock:
+    """Time since the last save, on one rank: its answer has to be shared before anyone acts on it."""
+
+    def __init__(self, triggers: Sequence[Duration]) -> None:
+        self._seconds = min((t.seconds for t in triggers if t.unit == "seconds"), default=None)
+        self._since = monotonic()
+
+    def is_due(self) -> bool:
+        """True if the shortest wall-clock trigger has passed since `restart`."""
+        return self._seconds is not None and monotonic() - self._since >= self._seconds
+
+    def restart(self) -> None:
+        """Count from now: a checkpoint was saved."""
+        self._since = monotonic()
 
 
 def is_left(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
@@ -58,7 +85,9 @@ def prune(
     folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
     unshipped = {step for step, folder in folders.items() if only_shipped and not is_shipped(folder)}
     abandoned = doomed(list(folders), keep=2 * keep, keep_every=keep_every, protected=())
-    protected = _protected(folders, num_calm) | (unshipped - set(abandoned))
+    pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
+    calm = sorted(step for step, folder in folders.items() if (folder / CALM).exists())
+    protected = pinned | set(calm[-num_calm:]) | (unshipped - set(abandoned))
     for step in doomed(list(folders), keep=keep, keep_every=keep_every, protected=protected):
         if step in unshipped:
             tell(
@@ -78,24 +107,8 @@ def prune(
             tell(f"cannot delete {torn}: {error}; training goes on")
 
 
-def pin(folder: Path, pinned: bool) -> None:
-    """Keep a checkpoint for good, or no longer."""
-    if pinned:
-        (folder / PINNED).touch()
-    else:
-        (folder / PINNED).unlink(missing_ok=True)
-
-
-def branches(folder: Path) -> list[tuple[str, str]]:
-    """The runs that a checkpoint was pinned for: name and run directory of each."""
-    try:
-        return noted_branches((folder / PINNED).read_bytes())
-    except OSError:
-        return []
-
-
-def noted_branches(mark: bytes) -> list[tuple[str, str]]:
-    """The same, from the content of the mark."""
+def read_branches(mark: bytes) -> list[tuple[str, str]]:
+    """The runs that a checkpoint was pinned for, from the content of its mark: name and run directory."""
     try:
         lines = [json.loads(line) for line in mark.decode().splitlines()]
         return [(str(line["name"]), str(line["out"])) for line in lines]
@@ -104,23 +117,20 @@ def noted_branches(mark: bytes) -> list[tuple[str, str]]:
 
 
 def is_shipped(folder: Path) -> bool:
-    """True if the mark in this folder is of the manifest in it: a folder may be replaced by a later save."""
+    """True if this very checkpoint is whole where copies go."""
+    return read_mark(folder, SHIPPED) is not None
+
+
+def read_mark(folder: Path, name: str) -> dict[str, Any] | None:
+    """A mark in a folder, if it is of the manifest there: a later save may have replaced the folder."""
     try:
-        mark = json.loads((folder / SHIPPED).read_bytes())
-        return isinstance(mark, dict) and mark.get("manifest") == manifest_sum(
-            (folder / MANIFEST).read_bytes()
-        )
-    except (OSError, ValueError):
-        return False
+        mark: Any = json.loads((folder / name).read_bytes())
+        belongs = mark["manifest"] == manifest_sum((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return mark if belongs else None
 
 
 def manifest_sum(text: bytes) -> str:
     """What names a manifest, and so all that it lists, in marks."""
     return hashlib.sha256(text).hexdigest()
-
-
-def _protected(folders: dict[int, Path], num_calm: int) -> set[int]:
-    """Pinned ones, and the newest calm ones."""
-    calm = [step for step, folder in folders.items() if (folder / CALM).exists()]
-    pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
-    return pinned | set(sorted(calm)[-num_calm:])

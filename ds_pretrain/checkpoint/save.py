@@ -8,14 +8,15 @@ on how far a save is through one number each, which rides in the row of a step.
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from ds_pretrain.checkpoint.behind import Job, Stage
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -29,11 +30,11 @@ from ds_pretrain.checkpoint.rng import RNG, rng_bytes, rng_file
 from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows
-from ds_pretrain.core.errors import RunError
 from ds_pretrain.core.files import Capture, free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import RunState
 
+Result = TypeVar("Result")
 _PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the timeout of one
 
 
@@ -59,6 +60,42 @@ class Outcome:
     total_seconds: float
 
 
+class Stage(IntEnum):
+    """How far work in the background is; a number, so that all ranks can share it in the row of a step."""
+
+    RUNNING = 1
+    DONE = 2
+    FAILED = 3
+
+
+class BackgroundTask(Generic[Result]):
+    """Runs `act` on a thread of its own, from now on; its error is kept for whoever asks."""
+
+    def __init__(self, act: Callable[[], Result], name: str) -> None:
+        self.error: Exception | None = None
+        self.result: Result | None = None  # once it is done
+        self._act = act
+        self._thread = threading.Thread(target=self._run, name=name)
+        self._thread.start()
+
+    @property
+    def stage(self) -> Stage:
+        """Where it stands; never waits."""
+        if self._thread.is_alive():
+            return Stage.RUNNING
+        return Stage.FAILED if self.error is not None else Stage.DONE
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it is done or has failed, or after so many seconds."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self.result = self._act()
+        except Exception as error:  # a thread has no caller
+            self.error = error
+
+
 @dataclass
 class _InFlight:
     step: int
@@ -66,9 +103,9 @@ class _InFlight:
     began: float
     stall_seconds: float
     snapshot: Snapshot
-    job: Job[dict[Path, FileEntry]]
+    job: BackgroundTask[dict[Path, FileEntry]]
     here: Mapping[str, FileEntry] | None = None  # the files in this host's folder, once all are written
-    publishing: Job[None] | None = None  # on a leader
+    publishing: BackgroundTask[None] | None = None  # on a leader
 
 
 class Saves:
@@ -83,7 +120,7 @@ class Saves:
         self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
         self._buffers: Buffers = {}
         self._save: _InFlight | None = None
-        self._after: Job[None] | None = None  # what follows the last publication, on a leader
+        self._after: BackgroundTask[None] | None = None  # what follows the last publication, on a leader
 
     @property
     def stage(self) -> int:
@@ -102,9 +139,8 @@ class Saves:
         self._wait_after()
         began = perf_counter()
         manifest = from_main(self._world, manifest)  # one text on all hosts
-        name = step_name(state.step)
-        unfinished = self._root / f"{name}{PARTIAL}"
-        refused = gather_objects(self._world, self._started(unfinished))
+        unfinished = self._unfinished(state.step)
+        refused = gather_objects(self._world, self._start(unfinished))
         problem = next((p for p in refused if p is not None), None)
         snapshot = Snapshot(self._buffers)
         if problem is None:
@@ -119,7 +155,7 @@ class Saves:
         if any(p for p, _ in problems):
             snapshot.abandon()
             return self._failed(state.step, [p for p, _ in problems if p], max(s for _, s in problems), began)
-        job = Job(snapshot.write, "snapshot")
+        job = BackgroundTask(snapshot.write, "snapshot")
         self._save = _InFlight(state.step, manifest, began, max(s for _, s in problems), snapshot, job)
         return None
 
@@ -141,9 +177,9 @@ class Saves:
         if save.here is not None:
             return self._ended(save)
         problem = self._own(save.job.error)
-        entries = {} if problem else save.job.result()
-        leader = self._places.leader(self._world)
-        mine = (leader, _by_name(entries, self._folder(save)))
+        leader, folder = self._places.leader(self._world), self._unfinished(save.step)
+        entries = save.job.result or {}  # nothing where it failed
+        mine = (leader, {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()})
         told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
         save.stall_seconds += max(waited for _, waited, _ in told)
         if any(p for p, _, _ in told):
@@ -153,7 +189,9 @@ class Saves:
         everything = (item for _, _, (_, own) in told for item in own.items())
         save.manifest = replace(save.manifest, files=dict(sorted(everything)))
         if self._leads:
-            save.publishing = Job(partial(publish, self._root, save.manifest, save.here), "publish")
+            save.publishing = BackgroundTask(
+                partial(publish, self._root, save.manifest, save.here), "publish"
+            )
         return None
 
     def finish(self) -> Outcome | None:
@@ -165,13 +203,20 @@ class Saves:
         self._wait_after()
         return outcome
 
-    def _started(self, unfinished: Path) -> str | None:
-        """Why there can be no save, on a leader."""
-        if self._leads:
-            try:
-                _start_partial(unfinished, self._expected_bytes)
-            except (OSError, RunError) as error:
-                return str(error)
+    def _start(self, unfinished: Path) -> str | None:
+        """Make the folder of a save, on a leader; why there can be none."""
+        if not self._leads:
+            return None
+        try:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            if unfinished.exists():
+                shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
+            free, needed = free_bytes(unfinished.parent), self._expected_bytes
+            if free < needed:
+                return f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {needed:,}"
+            (unfinished / RNG).mkdir(parents=True)
+        except OSError as error:
+            return str(error)
         return None
 
     def _ended(self, save: _InFlight) -> Outcome:
@@ -184,14 +229,14 @@ class Saves:
             return self._failed(save.step, problems, save.stall_seconds, save.began)
         total = perf_counter() - save.began
         if self._leads:
-            self._after = Job(partial(self._published, save.step), "after a save")
+            self._after = BackgroundTask(partial(self._published, save.step), "after a save")
         assert save.here is not None
         self._expected_bytes = sum(entry.bytes for entry in save.here.values())
         return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
 
     def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
         if self._leads:
-            shutil.rmtree(self._root / f"{step_name(step)}{PARTIAL}", ignore_errors=True)
+            shutil.rmtree(self._unfinished(step), ignore_errors=True)
         told = "; ".join(dict.fromkeys(problems))
         return Outcome(step, told, 0, stall_seconds, perf_counter() - began)
 
@@ -203,8 +248,8 @@ class Saves:
     def _own(self, problem: object) -> str | None:
         return None if problem is None else f"rank {self._world.rank}: {problem}"
 
-    def _folder(self, save: _InFlight) -> Path:
-        return self._root / f"{step_name(save.step)}{PARTIAL}"
+    def _unfinished(self, step: int) -> Path:
+        return self._root / f"{step_name(step)}{PARTIAL}"
 
 
 def publish(root: Path, manifest: Manifest, here: Mapping[str, FileEntry]) -> None:
@@ -245,19 +290,3 @@ def withdraw(root: Path, manifest: Manifest) -> None:
             final.rename(root / f"{final.name}{PARTIAL}")
         if replaced.exists() and not final.exists():
             replaced.rename(final)
-
-
-def _start_partial(unfinished: Path, expected_bytes: int) -> None:
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)  # what an earlier save of this step left when it was killed
-    free = free_bytes(unfinished.parent)
-    if free < expected_bytes:
-        raise RunError(
-            f"{unfinished.parent} has {free:,} bytes free, and a checkpoint needs {expected_bytes:,}"
-        )
-    (unfinished / RNG).mkdir(parents=True)
-
-
-def _by_name(entries: Mapping[Path, FileEntry], folder: Path) -> dict[str, FileEntry]:
-    return {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()}

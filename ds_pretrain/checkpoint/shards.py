@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, owner, parse_manifest
-from ds_pretrain.checkpoint.universal_layout import Group
+from ds_pretrain.checkpoint.manifest import MANIFEST, Group, Manifest, owner, parse_manifest
 from ds_pretrain.core.distributed import share_of
 from ds_pretrain.core.errors import InputError
 
@@ -37,6 +36,7 @@ class Source:
     """The shards of a checkpoint, opened."""
 
     folder: Path
+    manifest: Manifest
     stage: int
     shapes: Sequence[Mapping[str, Any]]  # of each flat group: name to shape, in order
     shards: Sequence[Mapping[str, Any]]  # of each rank: DeepSpeed's optimizer state
@@ -140,6 +140,13 @@ class Source:
         pieces = [model["frozen_param_fragments"][name].reshape(-1) for model in self._models]
         return torch.cat(pieces)[: prod(shape)].reshape(shape)
 
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, on the CPU; tied weights stand under each of their names."""
+        found = self.buffers() | {name: self.whole(name, "fp32") for name in self.names}
+        found |= {name: self.whole_frozen(name) for name in self.frozen}
+        tied = self.model.get("shared_params") or {}
+        return found | {name: found[other] for name, other in tied.items() if other in found}
+
     @cached_property
     def _models(self) -> list[Any]:
         return [load_pickle(path) for path in self.model_files]
@@ -151,15 +158,14 @@ class Source:
 
 
 def open_shards(folder: Path) -> Source:
-    """Open the shards of a checkpoint. They are pickles: the manifest's checksums must have held.
-
-    Only those that the manifest lists, where there is one: nothing vouches for any other.
+    """Open the shards that a checkpoint's manifest lists. They are pickles: its checksums must have held.
 
     Raises:
-        InputError: there are none.
+        InputError: it lists none.
         ValueError: the manifest is none.
     """
-    names = _names(folder)
+    manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+    names = sorted(manifest.files, key=lambda name: (owner(name), name))  # in the order of their ranks
     model_files, optim_files = (
         [folder / name for name in names if name.endswith(ending)] for ending in SHARD_ENDINGS
     )
@@ -168,22 +174,12 @@ def open_shards(folder: Path) -> Source:
     shards = [load_pickle(path)["optimizer_state_dict"] for path in optim_files]
     model = load_pickle(model_files[0])
     stage = int(shards[0].get("zero_stage", 1))
-    return Source(folder, stage, model["param_shapes"], shards, model, model_files)
+    return Source(folder, manifest, stage, model["param_shapes"], shards, model, model_files)
 
 
 def load_pickle(path: Path) -> Any:
     """What DeepSpeed wrote, its tensors mapped from disk. It can run code: verify it first."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _names(folder: Path) -> list[str]:
-    """The files of a checkpoint, in the order of their ranks."""
-    manifest = folder / MANIFEST
-    if manifest.is_file():
-        names = list(parse_manifest(manifest.read_text(encoding="utf-8")).files)
-    else:
-        names = [path.name for path in folder.glob("*")]
-    return sorted(names, key=lambda name: (owner(name), name))
 
 
 def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragment]]:

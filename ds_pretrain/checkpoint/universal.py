@@ -1,33 +1,32 @@
-"""Checkpoints on another number of ranks, under another ZeRO stage or offload; what one holds, free of ranks.
+"""Checkpoints in DeepSpeed's universal format, which any ranks, ZeRO stage and offload can load.
 
 DeepSpeed's shards fit one number of ranks, one stage and one way of offloading. Where a start differs, the
-checkpoint is converted once to DeepSpeed's universal format, beside it, and that is loaded. Sample ids, rates
-and everything else of ours follow from the step alone and do not know of ranks.
+checkpoint is converted once, beside it, and that is loaded. Sample ids, rates and everything else of ours
+follow from the step alone and do not know of ranks. A run may also begin from a universal checkpoint at any
+place, also one of DeepSpeed's own tool, with or without our files.
 """
 
 import contextlib
-import io
 import os
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol
 
-from torch import Tensor
-
-from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE
-from ds_pretrain.checkpoint.reshard import convert
-from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
-from ds_pretrain.checkpoint.storage import Tell, Verify, wrong_file
-from ds_pretrain.checkpoint.universal_layout import (
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    RUN_STATE,
     UNIVERSAL_MANIFEST,
     UniversalManifest,
     cache_of,
     parse_universal,
 )
-from ds_pretrain.core.distributed import World, from_main, gather_objects
+from ds_pretrain.checkpoint.reshard import convert
+from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
+from ds_pretrain.checkpoint.shards import load_pickle
+from ds_pretrain.checkpoint.storage import Tell, first_wrong
+from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_work
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import checksum
 from ds_pretrain.core.on_main import on_main, while_others_wait
@@ -35,6 +34,13 @@ from ds_pretrain.core.state import RunState
 
 POLL_SECONDS = 2.0  # how long other ranks wait in one collective while rank 0 works
 SIGHT_SECONDS = 120.0  # twice what NFS remembers of a folder by default
+# What a universal checkpoint that something else wrote may lack, and what is done without it.
+MISSING = {
+    "manifest": "nothing tells damage from intact files, and DeepSpeed's are pickles, which can run code on "
+    "loading: trust their origin",
+    "run_state": "the step is DeepSpeed's count, and no data is known to be skipped",
+    "rng": "every rank's random streams are derived from the seed, the step and the rank",
+}
 
 
 class UniversalShards(Protocol):
@@ -55,8 +61,7 @@ class Universal:
 
     folder: Path
     state: RunState
-    optimizer_steps: int
-    manifest: UniversalManifest | None  # None: something else wrote it
+    manifest: UniversalManifest  # without groups and files where something else wrote it
 
 
 def prepared(
@@ -74,7 +79,8 @@ def prepared(
     form, reason = on_main(world, lambda: _usable(folder, cache), f"{cache} cannot be read")
     if form is not None:
         _await_sight(form, world, poll_seconds)
-        reason = _first(gather_objects(world, damage(cache, _manifest(form), world)))
+        found = gather_objects(world, damage(cache, form.manifest, world))
+        reason = next((each for each in found if each is not None), None)
     changed = f"{folder.name} was saved otherwise ({', '.join(changes)})"
     if form is not None and reason is None:
         tell(f"{changed}: using {cache.name}, which verifies")
@@ -93,10 +99,10 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World,
         InputError: the parameter groups of this start are not those of the checkpoint.
         RunError: something was not loaded as it was saved, on any rank; training must not go on.
     """
-    if universal.manifest is not None:
-        _refuse_other_groups(universal.manifest, shards.group_members(), universal.folder)
-    folder = universal.folder
-    found = shards.load_universal(folder.parent, folder.name, universal.optimizer_steps)
+    folder, manifest = universal.folder, universal.manifest
+    if manifest.groups:
+        _refuse_other_groups(manifest, shards.group_members(), folder)
+    found = shards.load_universal(folder.parent, folder.name, manifest.optimizer_steps)
     wrong = [f"rank {r}: {p}" for r, problems in enumerate(gather_objects(world, found)) for p in problems]
     if wrong:
         raise agreed(RunError(f"{folder} was not restored as it was saved: {'; '.join(wrong[:10])}"))
@@ -104,22 +110,25 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World,
     return universal.state
 
 
-def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint by parameter name, gathered from every rank's shards, on the CPU.
+def open_foreign(folder: Path, accept_missing: Collection[str], world: World, tell: Tell) -> Universal:
+    """A universal checkpoint at any place, also one that DeepSpeed's own tool wrote. Collective.
 
-    Tied weights stand under each of their names. Runs on one process and holds the whole model.
+    Args:
+        accept_missing: which of `MISSING` the user allows it to lack.
+
+    Raises:
+        InputError: it is none, is damaged, or lacks something that was not allowed; all of that at once.
     """
-    said = io.StringIO()  # progress bars of the conversion
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
-    ):
-        warnings.simplefilter("ignore")
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
-    return {name: weight.contiguous() for name, weight in weights.items()}
+    problems = [
+        p for found in gather_objects(world, _foreign_problems(folder, accept_missing, world)) for p in found
+    ]
+    if problems:
+        raise agreed(InputError(dict.fromkeys(problems)))
+    lacking = from_main(world, _lacking(folder))
+    for name in lacking:
+        allowed_by = "--trust-pickle" if name == "manifest" else "accept_missing"
+        tell(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
+    return on_main(world, lambda: _read_foreign(folder, lacking), f"{folder} cannot be read")
 
 
 def read_universal(folder: Path) -> UniversalManifest:
@@ -127,22 +136,16 @@ def read_universal(folder: Path) -> UniversalManifest:
     return parse_universal((folder / UNIVERSAL_MANIFEST).read_text(encoding="utf-8"))
 
 
-def damage(folder: Path, manifest: UniversalManifest, world: World) -> str | None:
-    """All sizes, and the checksums of this rank's share of the files."""
-    place = {name: at % world.size for at, name in enumerate(manifest.files)}
-    return _unlike(folder, manifest, lambda name: "full" if place[name] == world.rank else "sizes")
-
-
-def _unlike(folder: Path, manifest: UniversalManifest, verify: Callable[[str], Verify]) -> str | None:
-    """The first file that is not the one listed, as this rank sees the folder now."""
+def damage(folder: Path, manifest: UniversalManifest, world: World | None = None) -> str | None:
+    """Why a universal checkpoint is not as listed: by all sizes, and by the checksums of a rank's share."""
     try:
-        for name, entry in manifest.files.items():
-            reason = wrong_file(folder / name, entry, verify(name))
-            if reason is not None:
-                return f"{folder.name}, {name}: {reason}"
+        reason = first_wrong(folder, manifest.files, "sizes")
+        if reason is None and world is not None:
+            share = list(manifest.files.items())[world.rank :: world.size]
+            reason = first_wrong(folder, dict(share), "full")
     except OSError as error:
-        return f"{folder.name}: {error}"
-    return None
+        reason = str(error)
+    return None if reason is None else f"{folder.name}: {reason}"
 
 
 def _usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
@@ -151,23 +154,20 @@ def _usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
         return None, "there is no universal form yet"
     try:
         form = _read(cache)
-        if _manifest(form).source != checksum(folder / MANIFEST):
+        if form.manifest.source != checksum(folder / MANIFEST):
             return None, f"{cache.name} was made of another save of that step"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"{cache.name}: {error}"
-    reason = _unlike(cache, _manifest(form), lambda name: "sizes")
+    reason = damage(cache, form.manifest)
     return (form, None) if reason is None else (None, reason)
 
 
 def _read(cache: Path) -> Universal:
-    manifest = read_universal(cache)
-    state = RunState.from_json((cache / RUN_STATE).read_text(encoding="utf-8"))
-    return Universal(cache, state, manifest.optimizer_steps, manifest)
+    return Universal(cache, _read_state(cache), read_universal(cache))
 
 
-def _manifest(form: Universal) -> UniversalManifest:
-    assert form.manifest is not None, "what we converted has one"
-    return form.manifest
+def _read_state(folder: Path) -> RunState:
+    return RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
 
 
 def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
@@ -176,28 +176,24 @@ def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
     Raises:
         RunError: a rank does not, for long.
     """
-    began = monotonic()
-    while (unseen := _first(gather_objects(world, _unseen(form, world)))) is not None:
-        if from_main(world, monotonic() - began > SIGHT_SECONDS):
+    deadline = monotonic() + SIGHT_SECONDS
+
+    def unseen() -> str | None:
+        while (reason := damage(form.folder, form.manifest)) is not None and monotonic() < deadline:
+            sleep(poll_seconds)
+            for folder in (form.folder.parent, form.folder):  # NFS looks anew at a folder that is opened
+                with contextlib.suppress(OSError):
+                    os.close(os.open(folder, os.O_RDONLY))
+        return reason
+
+    for rank, reason in enumerate(gather_work(world, unseen, poll_seconds)):
+        if reason is not None:
             raise agreed(
                 RunError(
-                    f"{form.folder} is complete on rank 0, and {SIGHT_SECONDS:.0f} seconds later {unseen}: "
-                    "let all ranks see the same folder, and start again"
+                    f"{form.folder} is complete on rank 0, and {SIGHT_SECONDS:.0f} seconds later not on rank "
+                    f"{rank} ({reason}): let all ranks see the same folder, and start again"
                 )
             )
-        sleep(poll_seconds)
-
-
-def _unseen(form: Universal, world: World) -> str | None:
-    for folder in (form.folder.parent, form.folder):  # a folder that is opened is looked at anew by NFS
-        with contextlib.suppress(OSError):
-            os.close(os.open(folder, os.O_RDONLY))
-    reason = _unlike(form.folder, _manifest(form), lambda name: "sizes")
-    return None if reason is None else f"not on rank {world.rank} ({reason})"
-
-
-def _first(reasons: Iterable[str | None]) -> str | None:
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _refuse_other_groups(
@@ -238,3 +234,49 @@ def _restore_streams(universal: Universal, seed: int, world: World, tell: Tell) 
             f"random streams of ranks {', '.join(map(str, derived))}, which {folder.name} does not have, are "
             f"derived from (seed {seed}, step {step}, rank)"
         )
+
+
+def _read_foreign(folder: Path, lacking: Collection[str]) -> Universal:
+    manifest = _deepspeeds_counts(folder) if "manifest" in lacking else read_universal(folder)
+    state = RunState(step=manifest.step) if "run_state" in lacking else _read_state(folder)
+    return Universal(folder, state, manifest)
+
+
+def _lacking(folder: Path) -> list[str]:
+    present = {
+        "manifest": folder / UNIVERSAL_MANIFEST,
+        "run_state": folder / RUN_STATE,
+        "rng": folder / rng_file(0),
+    }
+    return [name for name, path in present.items() if not path.is_file()]
+
+
+def _foreign_problems(folder: Path, accept_missing: Collection[str], world: World) -> list[str]:
+    if not (folder / "zero" / "optimizer_state.pt").is_file() or not list(folder.glob("*_model_states.pt")):
+        return [
+            f"{folder} is neither a checkpoint of ours (a {MANIFEST}) nor a universal one "
+            "(zero/optimizer_state.pt and a *_model_states.pt): name the folder of one, or make one with "
+            "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`"
+        ]
+    problems = []
+    for name in _lacking(folder):
+        allow = "start with --trust-pickle" if name == "manifest" else f"add {name!r} to accept_missing"
+        if name not in accept_missing:
+            problems.append(f"{folder} has no {name}: {MISSING[name]}; if that is right, {allow}")
+    if "manifest" not in _lacking(folder):
+        try:
+            problems += filter(None, [damage(folder, read_universal(folder), world)])
+        except (OSError, ValueError) as error:
+            problems.append(f"{folder}: {error}")
+    return problems
+
+
+def _deepspeeds_counts(folder: Path) -> UniversalManifest:
+    """All that is known without a manifest: finished steps and applied updates, in DeepSpeed's files."""
+    model = load_pickle(sorted(folder.glob("*_model_states.pt"))[0])
+    step = int(model["global_steps"])
+    optimizer = load_pickle(folder / "zero" / "optimizer_state.pt").get("optimizer_state_dict", {})
+    counts = [int(load_pickle(path)) for path in sorted((folder / "zero").rglob("step.pt"))[:1]]
+    counts += [int(state["step"]) for state in optimizer.get("state", {}).values() if "step" in state]
+    counts.append(step - int(model.get("skipped_steps", 0)))
+    return UniversalManifest(step, counts[0], world_size=0, zero_stage=0, source="", groups=(), files={})

@@ -1,20 +1,27 @@
-"""Whether a checkpoint is whole, by each rank's part of it; what is missing comes from where it was shipped.
+"""Whether a checkpoint is whole, by each rank's part of it, and how missing files get to where they load.
 
-Leaders of hosts read manifests and tell the others; each rank checks its own share of the files.
+Leaders of hosts read manifests and tell the others; each rank checks its own share of the files. What is
+fetched comes under another name and is renamed once its checksum is right.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_pretrain.checkpoint.manifest import (
     BROKEN,
     DEEPSPEED,
+    DOOMED,
     MANIFEST,
+    PARTIAL,
+    REPLACED,
     RUN_STATE,
     Manifest,
     UnknownVersion,
@@ -22,18 +29,13 @@ from ds_pretrain.checkpoint.manifest import (
     step_name,
     step_of,
 )
-from ds_pretrain.checkpoint.storage import (
-    Places,
-    Problem,
-    Tell,
-    assembled,
-    complete,
-    held_here,
-    wrong_file,
-)
+from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
+from ds_pretrain.checkpoint.rng import RNG
+from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, Tell, first_wrong, wrong_file
 from ds_pretrain.checkpoint.universal import Universal
-from ds_pretrain.core.distributed import Failure, World, gather_objects, gather_work
+from ds_pretrain.core.distributed import Failure, World, from_main, gather_objects, gather_work
 from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.core.files import sync_folder, write_atomic, write_point
 from ds_pretrain.core.state import RunState
 
 
@@ -45,28 +47,43 @@ class Found:
     manifest: Manifest
     state: RunState
     text: str = ""  # of its manifest
-    deepspeed: Mapping[str, Any] | None = (
-        None  # the JSON that it was saved under; None: something else saved it
-    )
+    deepspeed: Mapping[str, Any] | None = None  # the JSON of the save; None: something else saved it
     universal: Universal | None = None  # what is loaded in its place where its shards do not fit this start
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a file was not fetched. One that does not last may be gone at the next start."""
+
+    text: str
+    lasts: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A manifest where it was looked for: its text and what it says, or the reason why there is none."""
+
+    text: str | None = None
+    manifest: Manifest | None = None
+    reason: str | None = None
 
 
 def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
-    hosts = agreed_look(folder, world, lambda: _read(folder) if leads and folder.exists() else _Here())
-    remote = agreed_look(folder, world, lambda: _shipped(places, step) if world.is_main else _Here())[0]
-    choices = {here.text: here.manifest for here in hosts if here.text is not None and here.manifest}
+    hosts = agreed_look(folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen())
+    there = agreed_look(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
+    choices = {seen.text: seen.manifest for seen in hosts if seen.text is not None and seen.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
-    if remote.text is not None and remote.manifest is not None:
-        choices[remote.text] = remote.manifest
-        newest_first = [text for text in newest_first if text != remote.text] + [remote.text]
-    reasons = [here.reason for here in (*hosts, remote) if here.reason is not None]
+    if there.text is not None and there.manifest is not None:
+        choices[there.text] = there.manifest
+        newest_first = [text for text in newest_first if text != there.text] + [there.text]
+    reasons = [seen.reason for seen in (*hosts, there) if seen.reason is not None]
     own = hosts[places.leader(world)].text
     for text in newest_first:
-        copy = _Copy(folder, choices[text], text, own == text, remote.text == text)
-        outcome = _judged(copy, places, world, tell)
+        copy = _Copy(folder, choices[text], text, own == text, there.text == text)
+        outcome = _judge(copy, places, world, tell)
         if isinstance(outcome, Found):
             return outcome
         reasons.append(outcome)
@@ -75,12 +92,11 @@ def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found 
 
 def found_in_folder(path: Path, world: World, tell: Tell) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
-    here: _Here = agreed_look(path, world, lambda: _read(path) if world.is_main else _Here())[0]
-    if here.text is None or here.manifest is None:
-        return here.reason or "it has no manifest"
-    return _judged(
-        _Copy(path, here.manifest, here.text, True, False), Places(path.parent, path.parent), world, tell
-    )
+    seen: Seen = agreed_look(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
+    if seen.text is None or seen.manifest is None:
+        return seen.reason or "it has no manifest"
+    copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_shipped=False)
+    return _judge(copy, Places(path.parent, path.parent), world, tell)
 
 
 def broken_reason(folder: Path) -> str | None:
@@ -90,52 +106,106 @@ def broken_reason(folder: Path) -> str | None:
         OSError: the disk did not answer, which says nothing about the checkpoint.
         UnknownVersion: a newer program wrote it.
     """
-    here = _read(folder)
-    if here.manifest is None:
-        return here.reason
-    wrong = (wrong_file(folder / name, entry, "full") for name, entry in here.manifest.files.items())
-    return next((reason for reason in wrong if reason is not None), None)
+    seen = read_manifest(folder)
+    return seen.reason if seen.manifest is None else first_wrong(folder, seen.manifest.files, "full")
 
 
-def rename_broken(folder: Path) -> Path:
-    aside = folder.with_name(folder.name + BROKEN)
-    number = 2
-    while aside.exists():
-        aside = folder.with_name(f"{folder.name}{BROKEN}{number}")
-        number += 1
-    folder.rename(aside)
-    return aside
-
-
-@dataclass(frozen=True)
-class _Here:
-    """The manifest in a folder of one host: its text and what it says, or why there is none."""
-
-    text: str | None = None
-    manifest: Manifest | None = None
-    reason: str | None = None
-
-
-def _read(folder: Path) -> _Here:
+def read_manifest(folder: Path) -> Seen:
+    """The manifest in a folder, which the folder's step has to fit. Raises as `broken_reason`."""
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        return check_manifest((folder / MANIFEST).read_bytes(), step_of(folder.name))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return _Here(reason="it has no manifest")
-    except UnicodeDecodeError as error:
-        return _Here(reason=f"its manifest cannot be read: {error}")
-    return _parsed(text, step_of(folder.name))
+        return Seen(reason="it has no manifest")
 
 
-def _parsed(text: str, step: int | None) -> _Here:
+def check_manifest(content: bytes, step: int | None) -> Seen:
+    """A manifest from its bytes, which has to be that of `step` if one is given. Raises UnknownVersion."""
     try:
-        manifest = parse_manifest(text)
+        manifest = parse_manifest(text := content.decode())
     except UnknownVersion:
         raise
     except ValueError as error:
-        return _Here(reason=f"its manifest cannot be read: {error}")
+        return Seen(reason=f"its manifest cannot be read: {error}")
     if step is not None and manifest.step != step:
-        return _Here(reason=f"its manifest is of step {manifest.step:,}")
-    return _Here(text, manifest)
+        return Seen(reason=f"its manifest is of step {manifest.step:,}")
+    return Seen(text, manifest)
+
+
+def rename_broken(folder: Path) -> Path:
+    """Set a broken checkpoint aside, under a name that nothing has yet."""
+    numbers = itertools.chain([""], itertools.count(2))
+    names = (folder.with_name(f"{folder.name}{BROKEN}{number}") for number in numbers)
+    return folder.rename(next(name for name in names if not name.exists()))
+
+
+def recover(root: Path) -> Iterator[str]:
+    """Give whole checkpoints their names back, and name what is unfinished; one line for each.
+
+    When a step is saved again, the old checkpoint gives up its name before the new one gets it: between the
+    two, both are whole and neither has it. The manifest is written once all else is on disk.
+    """
+    partials = sorted(root.glob(f"step_*{PARTIAL}"), key=lambda path: path.name.endswith(REPLACED))
+    for folder in partials:
+        if folder.name.endswith(DOOMED):
+            continue
+        final = folder.with_name(folder.name.removesuffix(REPLACED).removesuffix(PARTIAL))
+        if not (folder / MANIFEST).exists():
+            yield (
+                f"{folder.name} was not finished when it was saved; passed over, deleted after the next save"
+            )
+        elif not final.exists() and _is_whole(folder, final.name):
+            with contextlib.suppress(OSError):
+                folder.rename(final)
+                yield f"{final.name} was whole and had not got its name when it was saved: it has it now"
+
+
+def _is_whole(folder: Path, name: str) -> bool:
+    """By its manifest and the sizes of the files that are here; a host of its own has only some of them."""
+    try:
+        manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
+        here = {file: entry for file, entry in manifest.files.items() if (folder / file).exists()}
+        return manifest.step == step_of(name) and bool(here) and first_wrong(folder, here, "sizes") is None
+    except (OSError, ValueError):
+        return False
+
+
+def assemble(places: Places, manifest: Manifest, text: str, world: World, tell: Tell) -> Path | Problem:
+    """A folder that all hosts share, put together from what they and the remote place have. Collective.
+
+    Or why it cannot be.
+    """
+    folder = places.out / ASSEMBLED / step_name(manifest.step)
+    building = folder.with_name(folder.name + PARTIAL)
+    if from_main(world, world.is_main and held_here(folder, manifest, text) == list(manifest.files)):
+        return folder
+    tell(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
+    mine = _to_bring(places, manifest, text, world)
+    return _build(building, folder, mine, manifest, text, world.is_main, world) or folder
+
+
+def held_here(folder: Path, manifest: Manifest, text: str) -> list[str]:
+    """The files of a checkpoint that a folder has, by their size, if its manifest is this one."""
+    try:
+        if (folder / MANIFEST).read_text(encoding="utf-8") != text:
+            return []
+        return [n for n, entry in manifest.files.items() if wrong_file(folder, n, entry, "sizes") is None]
+    except (OSError, ValueError):
+        return []
+
+
+def agreed_look(folder: Path, world: World, look: Callable[[], Any]) -> list[Any]:
+    """What each rank sees. Collective. Raises where a rank cannot tell."""
+    seen = gather_work(world, look)
+    for doubt in seen:
+        if isinstance(doubt, Failure):
+            kind = InputError if doubt.is_input else RunError
+            raise agreed(
+                kind(
+                    f"{folder} cannot be checked ({doubt.text}); it is left as it is: mend the disk, or use "
+                    "the program that wrote it, and start again"
+                )
+            )
+    return seen
 
 
 @dataclass(frozen=True)
@@ -149,7 +219,12 @@ class _Copy:
     is_shipped: bool  # so has the remote place
 
 
-def _judged(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str:
+def _shipped(places: Places, step: int) -> Seen:
+    content = None if places.remote is None else places.remote.read(step, MANIFEST)
+    return Seen() if content is None else check_manifest(content, step)
+
+
+def _judge(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str:
     """A checkpoint whose files are where they are needed, or come there; or why not. Collective."""
     manifest = copy.manifest
     reason = None
@@ -160,33 +235,48 @@ def _judged(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | st
         if reason is None:
             return _open(copy, places, world)
         if copy.is_shipped:
-            return _completed(copy, list(told[world.rank]), reason, places, world, tell)
+            return _complete(copy, list(told[world.rank]), reason, places, world, tell)
     if not places.per_host:
         return reason or ""
     held = gather_objects(world, held_here(copy.folder, manifest, copy.text) if places.leads(world) else [])
     lacking = manifest.files.keys() - {name for names in held for name in names}
     if lacking and not copy.is_shipped:
         return reason or f"{min(lacking)} is on none of these hosts"
-    outcome = assembled(places, manifest, copy.text, world, tell)
+    outcome = assemble(places, manifest, copy.text, world, tell)
     if isinstance(outcome, Path):
         return _open(replace(copy, folder=outcome, is_here=True), replace(places, per_host=False), world)
     _refuse_passing(outcome, copy.folder)
     return f"it cannot be put together: {outcome.text}"
 
 
-def _completed(
+def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
+    """The files of this rank's share that are not right here, each with the reason."""
+    host = f" on {platform.node()}" if places.per_host else ""
+    if not copy.is_here:
+        return dict.fromkeys(names, f"it is not{host or ' here'}")
+    reasons = {
+        name: wrong_file(copy.folder, name, copy.manifest.files[name], places.verify) for name in names
+    }
+    return {name: reason + host for name, reason in reasons.items() if reason is not None}
+
+
+def _complete(
     copy: _Copy, wrong: Sequence[str], reason: str, places: Places, world: World, tell: Tell
 ) -> Found | str:
-    """What is missing here, fetched; or why its copy cannot be used. Collective."""
-    assert places.remote is not None
-    tell(f"{copy.folder} is not whole ({reason}): fetching what is missing from {places.remote.place}")
-    stale = places.leads(world) and not copy.is_here
-    agreed_look(
-        copy.folder, world, lambda: rename_broken(copy.folder) if stale and copy.folder.exists() else None
-    )
-    problem = complete(places, copy.manifest, copy.text, wrong, world)
+    """What is missing here, fetched into its host's folder; or why its copy cannot be used. Collective.
+
+    What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
+    """
+    folder, remote, leads = copy.folder, places.remote, places.leads(world)
+    assert remote is not None
+    tell(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
+    is_stale = leads and not copy.is_here
+    agreed_look(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
+    building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)
+    mine = {name: [remote] for name in wrong}
+    problem = _build(building, folder, mine, copy.manifest, copy.text, leads, world)
     if problem is not None:
-        _refuse_passing(problem, copy.folder)
+        _refuse_passing(problem, folder)
         return f"{reason}, and its copy cannot be used: {problem.text}"
     return _open(replace(copy, is_here=True), places, world)
 
@@ -197,30 +287,20 @@ def _refuse_passing(problem: Problem, folder: Path) -> None:
         raise agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
 
 
-def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
-    """The files of this rank's share that are not right here, each with the reason."""
-    host = f" on {platform.node()}" if places.per_host else ""
-    if not copy.is_here:
-        return dict.fromkeys(names, f"it is not{host or ' here'}")
-    found = {}
-    for name in names:
-        reason = wrong_file(copy.folder / name, copy.manifest.files[name], places.verify)
-        if reason is not None:
-            found[name] = reason + host
-    return found
-
-
 def _open(copy: _Copy, places: Places, world: World) -> Found | str:
     """Read what every rank has to know, where it is right; or why it is nowhere. Collective."""
     names = [name for name in (RUN_STATE, DEEPSPEED) if name in copy.manifest.files]
-    here = copy.is_here and places.leads(world)
-    texts: list[dict[str, bytes]] = agreed_look(
-        copy.folder, world, lambda: _small_files(copy, names) if here else {}
-    )
-    if copy.is_shipped and any(all(name not in found for found in texts) for name in names):
-        texts += agreed_look(
-            copy.folder, world, lambda: _small_there(copy, names, places) if world.is_main else {}
-        )
+    here, folder, remote = copy.is_here and places.leads(world), copy.folder, places.remote
+
+    def read_here(name: str) -> bytes | None:
+        return (folder / name).read_bytes() if (folder / name).is_file() else None
+
+    def look(read: Callable[[str], bytes | None], is_mine: bool) -> list[dict[str, bytes]]:
+        return agreed_look(folder, world, lambda: _read_listed(copy.manifest, names, read) if is_mine else {})
+
+    texts = look(read_here, here)
+    if copy.is_shipped and remote is not None and any(all(n not in found for found in texts) for n in names):
+        texts += look(partial(remote.read, copy.manifest.step), world.is_main)
     known = {name: text for found in texts for name, text in found.items()}
     for name in names:
         if name not in known:
@@ -239,38 +319,102 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
     return Found(copy.folder, copy.manifest, state, copy.text, deepspeed)
 
 
-def _small_files(copy: _Copy, names: Sequence[str]) -> dict[str, bytes]:
-    found = {name: (copy.folder / name).read_bytes() for name in names if (copy.folder / name).is_file()}
-    return {name: text for name, text in found.items() if _is_listed(copy, name, text)}
+def _read_listed(
+    manifest: Manifest, names: Sequence[str], read: Callable[[str], bytes | None]
+) -> dict[str, bytes]:
+    """Those small files that are what a manifest lists."""
+    found = {name: content for name in names if (content := read(name)) is not None}
+    return {n: c for n, c in found.items() if hashlib.sha256(c).hexdigest() == manifest.files[n].sha256}
 
 
-def _small_there(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, bytes]:
-    assert places.remote is not None
-    found = {name: places.remote.read(copy.manifest.step, name) for name in names}
-    return {n: text for n, text in found.items() if text is not None and _is_listed(copy, n, text)}
+def _to_bring(places: Places, manifest: Manifest, text: str, world: World) -> dict[str, list[Remote]]:
+    """The files that this rank brings, and where it may take each from. Collective."""
+    root = places.root / step_name(manifest.step)
+    held = gather_objects(world, set(held_here(root, manifest, text)) if places.leads(world) else set())
+    leaders = gather_objects(world, places.leader(world))
+    mine = {}
+    for place, name in enumerate(manifest.files):
+        holders = [rank for rank, leader in enumerate(leaders) if name in held[leader]]
+        ranks = holders or range(world.size)
+        if ranks[place % len(ranks)] == world.rank:
+            here = [folder_as_remote(places.root)] if holders else []
+            mine[name] = [*here, *([places.remote] if places.remote is not None else [])]
+    return mine
 
 
-def _is_listed(copy: _Copy, name: str, text: bytes) -> bool:
-    return hashlib.sha256(text).hexdigest() == copy.manifest.files[name].sha256
+def _build(
+    building: Path,
+    folder: Path,
+    mine: Mapping[str, Sequence[Remote]],
+    manifest: Manifest,
+    text: str,
+    leads: bool,
+    world: World,
+) -> Problem | None:
+    """Fetch each rank's files into `building` and publish that as `folder`; why not, if not. Collective.
+
+    `folder` itself may be what is built in: then it is published already.
+    """
+
+    def fetch() -> Problem | None:
+        problems = (_fetch(ways, manifest, name, building) for name, ways in mine.items())
+        return next((problem for problem in problems if problem is not None), None)
+
+    publishes = leads and building != folder
+    for act in (
+        lambda: _begin(building, manifest) if leads else None,
+        fetch,
+        lambda: _publish(building, folder, text) if publishes else None,
+    ):
+        for found in gather_work(world, act):
+            if isinstance(found, Failure):
+                return Problem(found.text, lasts=False)
+            if isinstance(found, Problem):
+                return found
+    return None
 
 
-def _shipped(places: Places, step: int) -> _Here:
-    if places.remote is None:
-        return _Here()
-    data = places.remote.read(step, MANIFEST)
-    return _Here() if data is None else _parsed(data.decode(errors="replace"), step)
+def _begin(building: Path, manifest: Manifest) -> None:
+    """A folder to build in, without what a save that was killed has left there."""
+    (building / RNG).mkdir(parents=True, exist_ok=True)
+    for path in [*building.iterdir(), *(building / RNG).iterdir()]:
+        name = path.relative_to(building).as_posix()
+        if path.is_file() and name.endswith((PARTIAL, "_states.pt")) and name not in manifest.files:
+            path.unlink()
 
 
-def agreed_look(folder: Path, world: World, look: Callable[[], Any]) -> list[Any]:
-    """What each rank sees. Collective. Raises where a rank cannot tell."""
-    seen = gather_work(world, look)
-    for doubt in seen:
-        if isinstance(doubt, Failure):
-            kind = InputError if doubt.is_input else RunError
-            raise agreed(
-                kind(
-                    f"{folder} cannot be checked ({doubt.text}); it is left as it is: mend the disk, or use "
-                    "the program that wrote it, and start again"
-                )
-            )
-    return seen
+def _fetch(ways: Sequence[Remote], manifest: Manifest, name: str, folder: Path) -> Problem | None:
+    """Copy one file into `folder` from the first of `ways` that has it right; why none has."""
+    path, entry = folder / name, manifest.files[name]
+    arriving = path.with_name(f"{path.name}{PARTIAL}")
+    problem = Problem(f"{name} is on no host", lasts=True)
+    try:
+        if wrong_file(folder, name, entry, "full") is None:
+            return None  # an earlier try got so far
+        for remote in (way for way in ways for _ in range(2)):  # what arrives wrong may arrive right
+            write_point(f"fetch {path.name}")
+            try:
+                found = remote.fetch(manifest.step, name, arriving)
+            except FileNotFoundError:
+                found = None
+            if found == entry:
+                if path.exists():
+                    path.rename(path.with_name(f"{path.name}{BROKEN}"))
+                write_point(f"fetched {path.name}")
+                arriving.rename(path)
+                return None
+            arriving.unlink(missing_ok=True)
+            what = "is not there" if found is None else "is not what the manifest lists"
+            problem = Problem(f"{remote.place}: {name} of step {manifest.step} {what}", lasts=True)
+    except OSError as error:
+        return Problem(str(error), lasts=False)
+    return problem
+
+
+def _publish(building: Path, folder: Path, text: str) -> None:
+    for part in (building / RNG, building):
+        sync_folder(part)
+    write_atomic(building / MANIFEST, text)
+    write_point("publish fetched")
+    building.rename(folder)
+    sync_folder(folder.parent)

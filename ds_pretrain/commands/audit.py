@@ -31,8 +31,8 @@ from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from ds_pretrain.core.jsonl import METRICS
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.core.text import counted, listed, say
+from ds_pretrain.data.inspect import passages
 from ds_pretrain.data.loader import read_samples
-from ds_pretrain.data.passages import passages
 from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
 
 Interval: TypeAlias = tuple[int, int]  # draws [start, stop) of a phase

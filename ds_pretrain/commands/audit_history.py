@@ -17,14 +17,13 @@ from ds_pretrain.config.loader import parse_run
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_metrics
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
 from ds_pretrain.core.text import counted, listed, read_text
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import RECORD, RunRecord, read_record
-from ds_pretrain.watchdog.policy import is_abandoned
 from ds_pretrain.watchdog.rollback_log import CURE, read_cure
 
 Span: TypeAlias = tuple[int, int]  # work taken back: steps after the first, up to the second

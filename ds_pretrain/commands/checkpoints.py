@@ -1,18 +1,20 @@
 """`ds-pretrain checkpoints RUN ...`: what a person may ask about checkpoints, and do to them."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ds_pretrain.checkpoint.manifest import MANIFEST, published, step_name, step_of
+from ds_pretrain.checkpoint.remote import Remote, folder_as_remote, remote_at
+from ds_pretrain.checkpoint.retention import PINNED, read_branches
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.schema import check_place
 from ds_pretrain.core.errors import InputError
-
-if TYPE_CHECKING:
-    from ds_pretrain.checkpoint.remote import Remote
+from ds_pretrain.core.files import checksum
 
 EXIT_DIFFERENT = 1  # of `diff`, as that of diff(1)
 
@@ -24,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
     )
-    parser.add_argument("--all", action="store_true", help="verify: every checkpoint, as without a step")
     parser.add_argument(
         "--shipped", action="store_true", help="list, verify, pin, unpin: at checkpoint.ship_to of a run file"
     )
@@ -32,24 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def checkpoints_command(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
-    if words.shipped and words.action not in _ACTIONS_THERE:
-        raise InputError(f"checkpoints {words.action}: --shipped belongs to {', '.join(_ACTIONS_THERE)}")
-    if words.all and words.action != "verify":
-        raise InputError(f"checkpoints {words.action}: --all belongs to verify")
-    if words.all and words.names:
-        raise InputError("checkpoints verify: give a step or --all, not both")
-    expected = _NUM_NAMES[words.action]
-    if len(words.names) not in expected:
-        counts = " or ".join(map(str, expected))
+    action = _ACTIONS[words.action]
+    if words.shipped and not action.is_there:
+        names = ", ".join(name for name, other in _ACTIONS.items() if other.is_there)
+        raise InputError(f"checkpoints {words.action}: --shipped belongs to {names}")
+    if len(words.names) not in action.num_names:
+        counts = " or ".join(map(str, action.num_names))
         raise InputError(
             f"checkpoints {words.action}: {len(words.names)} checkpoint(s) named, expected {counts}, like "
-            f"`checkpoints RUN {words.action}{' 1000' * expected[-1]}`"
+            f"`checkpoints RUN {words.action}{' 1000' * action.num_names[-1]}`"
         )
-    if words.shipped:
-        return _ACTIONS_THERE[words.action](_place(Path(words.run)), words.names)
-    if words.action == "diff" and all(_step(name) is None for name in words.names):
-        return _diff(Path(), words.names)  # two folders, wherever they are
-    return _ACTIONS[words.action](checkpoint_root(Path(words.run)), words.names)
+    return action.act(_Asked(Path(words.run), words.shipped), words.names)
 
 
 def checkpoint_root(run: Path) -> Path:
@@ -58,8 +52,6 @@ def checkpoint_root(run: Path) -> Path:
     Raises:
         InputError: it is not here, and the run file says where checkpoints are, too.
     """
-    from ds_pretrain.checkpoint.manifest import published
-
     if run.is_dir():
         return run if published(run) else run / "checkpoints"
     plan = load_plan(run)
@@ -73,15 +65,12 @@ def checkpoint_root(run: Path) -> Path:
     )
 
 
-def parent_place(run: str) -> "Path | Remote":
+def parent_place(run: str) -> Path | Remote:
     """Where the checkpoints are that another run begins from: here, or where they were shipped to.
 
     Raises:
         InputError: a run directory that holds none, or a URL with a credential in it.
     """
-    from ds_pretrain.checkpoint.manifest import published
-    from ds_pretrain.checkpoint.remote import remote_at
-
     if "://" in run:
         try:
             return remote_at(check_place(run))
@@ -102,74 +91,67 @@ def parent_place(run: str) -> "Path | Remote":
     return remote_at(plan.ship_to) if "://" in plan.ship_to else Path(plan.ship_to)
 
 
-def _place(run: Path) -> "Remote":
-    """Where the checkpoints of a run file are shipped to."""
-    from ds_pretrain.checkpoint.remote import remote_at
+@dataclass(frozen=True)
+class _Asked:
+    """The checkpoints that are meant: in a folder here, or where the run file ships them to."""
 
-    place = load_plan(run).ship_to
-    if place is None:
-        raise InputError(f"{run}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there")
-    return remote_at(place)
+    run: Path
+    is_shipped: bool
 
+    @cached_property
+    def root(self) -> Path:
+        return checkpoint_root(self.run)
 
-def _list_there(remote: "Remote", names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import entries_there, table
+    @cached_property
+    def place(self) -> Remote:
+        if not self.is_shipped:
+            return folder_as_remote(self.root)
+        place = load_plan(self.run).ship_to
+        if place is None:
+            raise InputError(
+                f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there"
+            )
+        return remote_at(place)
 
-    lines = table(list(entries_there(remote)), datetime.now(UTC))
-    print("\n".join(lines) or f"{remote.place} holds no checkpoint")
-    return 0
+    def steps(self) -> list[int]:
+        """The newest first. A folder here may be broken in that it has no manifest."""
+        if self.is_shipped:
+            return self.place.steps()
+        return [step for folder in published(self.root) if (step := step_of(folder.name)) is not None]
 
+    def step(self, name: str) -> int:
+        """The step of that name, if there is a checkpoint of it."""
+        step, there = _step(name), self.steps()
+        if step is None:
+            raise InputError(f"{name!r} is no step; give a whole number, as `checkpoints RUN` lists them")
+        if step not in there:
+            listed = ", ".join(f"{s:,}" for s in there) or "none"
+            raise InputError(f"{self.place.place} has no checkpoint of step {step:,}; it has: {listed}")
+        return step
 
-def _verify_there(remote: "Remote", names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import wrong_there
+    def folder(self, name: str) -> Path:
+        """The folder here of a step by its name."""
+        return self.root / step_name(self.step(name))
 
-    steps = [_step_there(remote, names[0])] if names else remote.steps()
-    reasons = {step: wrong_there(remote, step) for step in steps}
-    for step, reason in reasons.items():
-        print(f"step {step:,}  {reason or 'intact'}")
-    if any(reasons.values()):
-        raise InputError(f"not every checkpoint at {remote.place} is intact")
-    return 0
-
-
-def _pin_there(remote: "Remote", names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import PINNED
-
-    step = _step_there(remote, names[0])
-    remote.write(step, PINNED, b"")
-    print(f"step {step:,} is kept for good at {remote.place}")
-    return 0
-
-
-def _unpin_there(remote: "Remote", names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import PINNED, noted_branches
-
-    step = _step_there(remote, names[0])
-    branched = noted_branches(remote.read(step, PINNED) or b"")
-    remote.remove(step, PINNED)
-    print(f"step {step:,} is pruned in its turn at {remote.place}{_branched_words(branched)}")
-    return 0
-
-
-def _step_there(remote: "Remote", name: str) -> int:
-    step, there = _step(name), remote.steps()
-    if step not in there or step is None:
-        listed = ", ".join(f"{s:,}" for s in there) or "none"
-        raise InputError(f"{remote.place} has no checkpoint of step {name}; it has: {listed}")
-    return step
+    @property
+    def there(self) -> str:
+        """For a message: where, if not here."""
+        return f" at {self.place.place}" if self.is_shipped else ""
 
 
-def _list(root: Path, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import listed
+def _list(asked: _Asked, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import entries_there, listed, table
 
-    print("\n".join([*_lineage(root.parent), *listed(root)]) or f"{root} holds no checkpoint")
+    if asked.is_shipped:
+        lines = list(table(list(entries_there(asked.place)), datetime.now(UTC)))
+    else:
+        lines = [*_lineage(asked.root.parent), *listed(asked.root)]
+    print("\n".join(lines) or f"{asked.place.place} holds no checkpoint")
     return 0
 
 
 def _lineage(out: Path) -> Iterator[str]:
     """Where a branch comes from."""
-    from ds_pretrain.checkpoint.manifest import MANIFEST, step_name
-    from ds_pretrain.core.files import checksum
     from ds_pretrain.training.record import read_record
 
     record = None
@@ -188,80 +170,62 @@ def _lineage(out: Path) -> Iterator[str]:
     )
 
 
-def _verify(root: Path, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import entries, verified
+def _verify(asked: _Asked, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import verified, wrong_there
 
-    folders = [_chosen(root, names[0])] if names else [entry.folder for entry in entries(root)]
-    if not folders:
-        print(f"{root} holds no checkpoint")
+    steps = [asked.step(name) for name in names] or asked.steps()
+    if not steps:
+        print(f"{asked.place.place} holds no checkpoint")
     all_intact = True
-    for folder in folders:
-        reason = verified(folder)
+    for step in steps:
+        folder = step_name(step)
+        reason = wrong_there(asked.place, step) if asked.is_shipped else verified(asked.root / folder)
         all_intact &= reason is None
-        print(f"{folder.name}  {reason or 'intact'}", flush=True)
+        print(f"{folder}  {reason or 'intact'}", flush=True)
     if not all_intact:
-        raise InputError("not every checkpoint is intact; a start takes the newest that is")
+        raise InputError(f"not every checkpoint{asked.there} is intact; a start takes the newest that is")
     return 0
 
 
-def _pin(root: Path, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import pin
-
-    folder = _chosen(root, names[0])
-    pin(folder, True)
-    print(f"{folder.name} is kept for good")
+def _pin(asked: _Asked, names: list[str]) -> int:
+    step, place = asked.step(names[0]), asked.place
+    if place.size(step, PINNED) is None:  # what a branch noted there stays
+        place.write(step, PINNED, b"")
+    print(f"{step_name(step)} is kept for good{asked.there}")
     return 0
 
 
-def _unpin(root: Path, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.retention import branches, pin
-
-    folder = _chosen(root, names[0])
-    branched = branches(folder)
-    pin(folder, False)
-    print(f"{folder.name} is pruned in its turn{_branched_words(branched)}")
-    return 0
-
-
-def _branched_words(branched: Sequence[tuple[str, str]]) -> str:
-    """Of the runs that the pin was for: what becomes of them."""
-    if not branched:
-        return ""
+def _unpin(asked: _Asked, names: list[str]) -> int:
+    step, place = asked.step(names[0]), asked.place
+    branched = read_branches(place.read(step, PINNED) or b"")
+    place.remove(step, PINNED)
     runs = ", ".join(f"{name} ({out})" for name, out in branched)
-    return (
+    lost = (
         f"; it was pinned because {runs} began from it: what a branch needs lies in its own run "
         "directory, and its lineage will name a checkpoint that is gone"
     )
+    print(f"{step_name(step)} is pruned in its turn{asked.there}{lost if branched else ''}")
+    return 0
 
 
-def _universal(root: Path, names: list[str]) -> int:
+def _universal(asked: _Asked, names: list[str]) -> int:
     from ds_pretrain.checkpoint.inventory import verified
-
-    folder = _chosen(root, names[0])
-    if reason := verified(folder):
-        raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
     from ds_pretrain.checkpoint.reshard import convert
 
+    folder = asked.folder(names[0])
+    if reason := verified(folder):
+        raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
     print(f"{convert(folder)} can be loaded on any number of ranks")
     return 0
 
 
-def _diff(root: Path, names: list[str]) -> int:
+def _diff(asked: _Asked, names: list[str]) -> int:
     from ds_pretrain.checkpoint.diff import described, differences
 
-    a, b = (_chosen(root, name) if _step(name) is not None else Path(name) for name in names)
+    a, b = (Path(name) if _step(name) is None else asked.folder(name) for name in names)
     found = differences(a, b)
     print("\n".join(described(found)))
     return 0 if found.none else EXIT_DIFFERENT
-
-
-def _chosen(root: Path, name: str) -> Path:
-    from ds_pretrain.checkpoint.inventory import chosen
-
-    step = _step(name)
-    if step is None:
-        raise InputError(f"{name!r} is no step; give a whole number, as `checkpoints RUN` lists them")
-    return chosen(root, step)
 
 
 def _step(name: str) -> int | None:
@@ -269,19 +233,18 @@ def _step(name: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
-_ACTIONS: Mapping[str, Callable[[Path, list[str]], int]] = {
-    "list": _list,
-    "verify": _verify,
-    "diff": _diff,
-    "pin": _pin,
-    "unpin": _unpin,
-    "universal": _universal,
+@dataclass(frozen=True)
+class _Action:
+    act: Callable[[_Asked, list[str]], int]
+    num_names: tuple[int, ...]  # how many checkpoints it may be told
+    is_there: bool  # whether it works where checkpoints are shipped to
+
+
+_ACTIONS = {
+    "list": _Action(_list, (0,), is_there=True),
+    "verify": _Action(_verify, (0, 1), is_there=True),
+    "diff": _Action(_diff, (2,), is_there=False),
+    "pin": _Action(_pin, (1,), is_there=True),
+    "unpin": _Action(_unpin, (1,), is_there=True),
+    "universal": _Action(_universal, (1,), is_there=False),
 }
-_ACTIONS_THERE: Mapping[str, Callable[["Remote", list[str]], int]] = {
-    "list": _list_there,
-    "verify": _verify_there,
-    "pin": _pin_there,
-    "unpin": _unpin_there,
-}
-# How many checkpoints each is told.
-_NUM_NAMES = {"list": (0,), "verify": (0, 1), "diff": (2,), "pin": (1,), "unpin": (1,), "universal": (1,)}

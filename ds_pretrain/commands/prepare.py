@@ -4,12 +4,12 @@ import argparse
 import sys
 
 from ds_pretrain.core.text import counted
-from ds_pretrain.data.prepare import prepare
+from ds_pretrain.data.prepare import PrepareOptions, prepare
 
 
 def prepare_command(words: argparse.Namespace) -> int:
     """Write the `.bin/.idx` pair, and say what is in it."""
-    done = prepare(
+    options = PrepareOptions(
         words.sources,
         words.tokenizer,
         words.out,
@@ -22,6 +22,7 @@ def prepare_command(words: argparse.Namespace) -> int:
         overwrite=words.overwrite,
         progress=not words.quiet,
     )
+    done = prepare(options)
     size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
     print(
         f"{done.prefix}: {size} ({done.dtype}, vocabulary "

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import published, step_of
-from ds_pretrain.checkpoint.universal import whole_weights
+from ds_pretrain.checkpoint.shards import open_shards
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.errors import InputError
@@ -82,7 +82,7 @@ def trained_model(plan: Plan, folder: Path) -> Any:
     """
     model = whole_model(plan, _model_text(plan, folder)).eval()
     try:
-        model.load_state_dict(whole_weights(folder))
+        model.load_state_dict(open_shards(folder).whole_weights())
     except RuntimeError as error:
         raise InputError(
             f"{folder} does not fit {plan.run.model.config} and [model] of {plan.run_path}: "

@@ -179,7 +179,8 @@ def _read_named(run: Run, path: str) -> tuple[dict[str, str], dict[str, dict[str
     problems: list[str] = []
     for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
         try:
-            texts[key] = read_text(file, f"{path}: {key}")
+            is_of_base = run.model.base is not None and Path(run.model.base) == Path(file).parent
+            texts[key] = read_text(file, f"{path}: {'model.from' if is_of_base else key}")
             tables[key] = parse_json(texts[key], file)
         except InputError as error:
             problems += error.problems

@@ -5,7 +5,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic
 from typing import TypeVar, cast
 
-from ds_pretrain.checkpoint.storage import Tell
 from ds_pretrain.core.distributed import World, from_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 
@@ -32,7 +31,7 @@ def on_main(world: World, act: Callable[[], Result], failed: str) -> Result:
 
 
 def while_others_wait(
-    world: World, act: Callable[[], object], tell: Tell, what: str, poll_seconds: float
+    world: World, act: Callable[[], object], tell: Callable[[str], None], what: str, poll_seconds: float
 ) -> None:
     """Do long work on rank 0, in a thread; all meet every `poll_seconds`: no timeout strikes. Collective.
 

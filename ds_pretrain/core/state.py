@@ -1,7 +1,7 @@
 """Where a run stands, as a value: the same on every rank, and without a word of how many ranks there are."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -45,10 +45,6 @@ class SkipLedger:
         for start, stop in self.merged(phase):
             trained[trained >= np.uint64(start)] += np.uint64(stop - start)
         return trained
-
-    def num_before(self, trained: Mapping[str, int]) -> int:
-        """Skipped draws before what is read next, after so many trained samples of each phase."""
-        return sum(int(self.draws(phase, count, 1)[0]) - count for phase, count in trained.items())
 
     def with_skip(self, skip: Skip) -> "SkipLedger":
         """A ledger that is longer by one interval."""
@@ -169,3 +165,12 @@ class RunState:
             )
         data["ledger"] = {"skips": data.pop("skips", None)}
         return read_as(RunState, json.dumps(data))
+
+
+def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
+    """True if a checkpoint's state lies on a branch that a rollback since has left.
+
+    Without `heeds_stop`, not if all that happened since is a stop: a person goes on from where it stood.
+    """
+    later = rollbacks[len(state.rollbacks) :]
+    return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

@@ -1,21 +1,27 @@
-"""The files and data sets behind the words that a person gives to `prepare`: found, or refused."""
+"""The files and data sets behind the words that a person gives to `prepare`, and the documents in them.
+
+Plain text is read here; everything with columns is read by `datasets`, streaming.
+"""
 
 import gzip
 import hashlib
+import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import counted
-from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
 from ds_pretrain.data.indexed import MAGIC
+from ds_pretrain.data.tokenizer import first_line, problem_of_name
 
 DocumentMode = Literal["file", "line", "paragraph"]
 MAX_DOCUMENT_BYTES = 256 << 20  # a text file read as one document is held in memory
+_ROWS = 512  # read at once
 
 _COLUMNS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _READERS = {**_COLUMNS, ".json": "json"}  # within a folder a .json may be anything
@@ -85,14 +91,9 @@ def _behind(source: str, own: frozenset[Path], say: Callable[[str], None]) -> li
         return [_single_file(Path(source), own)]
     if os.path.exists(source):
         raise InputError(f"{source}: neither a file nor a folder; write what it gives to a file first")
-    if means_path(source):
+    if problem := problem_of_name(source, "dataset"):
         raise InputError(
-            f"{source or repr(source)}: {not_here(source)}; expected either, or the name of a hub data set"
-        )
-    if reason := missing_from_hub(source, "dataset"):
-        raise InputError(
-            f"{source}: {not_here(source)} here, and {reason}; expected a file, a folder, or the name of a "
-            "hub data set"
+            f"{source or repr(source)}: {problem}; expected a file, a folder, or the name of a hub data set"
         )
     return [Input(source, "hub")]
 
@@ -112,25 +113,30 @@ def _single_file(path: Path, own: frozenset[Path]) -> Input:
 def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
     root = Path(os.path.realpath(folder))
     inside = frozenset(path for path in own if root in path.parents)
-    paths = [Path(where) / name for where, names in _walk(folder, inside) for name in names]
-    # As text, so that the order is the same on every file system.
-    paths = sorted((path for path in paths if path.is_file()), key=lambda path: path.as_posix())
+    # By name as text, so that the order is the same on every file system.
+    paths = sorted(filter(Path.is_file, _walk(folder, inside)), key=Path.as_posix)
     columns = [path for path in paths if _ending(path) in _COLUMNS]
-    if columns:
-        return [_file(path, _READERS[_ending(path)]) for path in _once(folder, columns, say)]
-    ours = [path for path in paths if Path(os.path.realpath(path)) in own or _is_of_corpus(path)]
-    _say_left_out(folder, ours, "that prepare writes or takes its tokenizer from", say)
-    paths = _once(folder, [path for path in paths if path not in set(ours)], say)
-    binary = [path for path in paths if not _is_text(path)]
-    _say_left_out(folder, binary, "with a NUL byte, not text", say)
-    texts = [path for path in paths if path not in set(binary)]
-    if not texts:
+    kept: dict[str, Path] = {}  # by what a link leads to
+    left_out: dict[str, list[Path]] = defaultdict(list)  # by the reason
+    for path in columns or paths:
+        real = os.path.realpath(path)
+        if not columns and (Path(real) in own or _is_of_corpus(path)):
+            left_out["that prepare writes or takes its tokenizer from"].append(path)
+        elif real in kept:
+            left_out["linked to another of it"].append(path)
+        elif not columns and not _is_text(path):
+            left_out["with a NUL byte, not text"].append(path)
+        else:
+            kept[real] = path
+    for why, found in left_out.items():
+        say(f"{folder}: left out {counted(len(found), 'file')} {why} (the first: {found[0]})")
+    if not kept:
         raise InputError(f"{folder}: a folder without text, jsonl, parquet or arrow files")
-    return [_file(path, "text") for path in texts]
+    return [_file(path, _COLUMNS[_ending(path)] if columns else "text") for path in kept.values()]
 
 
-def _walk(folder: Path, own: frozenset[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Folders and the names of their files, without hidden ones and folders that `prepare` wrote."""
+def _walk(folder: Path, own: frozenset[Path]) -> Iterator[Path]:
+    """All that is in a folder and below, without what is hidden and folders that `prepare` wrote."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror}); fix it or leave it out")
@@ -144,7 +150,7 @@ def _walk(folder: Path, own: frozenset[Path]) -> Iterator[tuple[str, list[str]]]
             and Path(os.path.realpath(Path(where) / name)) not in own
             and not _is_written(Path(where) / name)
         )
-        yield where, [name for name in files if not name.startswith(".")]
+        yield from (Path(where) / name for name in files if not name.startswith("."))
 
 
 def _is_written(folder: Path) -> bool:
@@ -160,19 +166,6 @@ def _is_of_corpus(path: Path) -> bool:
         return False
     with index.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-def _once(folder: Path, paths: Sequence[Path], say: Callable[[str], None]) -> list[Path]:
-    """Each file once, though links give it several names."""
-    first: dict[str, Path] = {}
-    again = [path for path in paths if first.setdefault(os.path.realpath(path), path) != path]
-    _say_left_out(folder, again, "linked to another of it", say)
-    return list(first.values())
-
-
-def _say_left_out(folder: Path, paths: Sequence[Path], why: str, say: Callable[[str], None]) -> None:
-    if paths:
-        say(f"{folder}: left out {counted(len(paths), 'file')} {why} (the first: {paths[0]})")
 
 
 def _given_twice(inputs: Sequence[Input]) -> Iterator[str]:
@@ -203,3 +196,69 @@ def _is_text(path: Path) -> bool:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path}: cannot be read ({reason}); fix it or leave it out") from error
+
+
+def read_documents(
+    one: Input, document: DocumentMode, text_column: str, split: str, start: int = 0
+) -> Iterator[str]:
+    """The documents of one input from number `start` on; a missing text (null) is an empty document.
+
+    Raises:
+        InputError: it cannot be read, or has no such column.
+    """
+    try:
+        if one.reader == "text":
+            yield from itertools.islice(_read_text(Path(one.name), document), start, None)
+        else:
+            yield from _read_rows(one, text_column, split, start)
+    except (InputError, GeneratorExit):
+        raise
+    except Exception as error:  # each reader of `datasets` has errors of its own
+        where = "from the hub" if one.reader == "hub" else f"as {one.reader}"
+        here = "no such file or folder here, and it " if one.reader == "hub" else ""
+        raise InputError(
+            f"{one.name}: {here}cannot be read {where} ({first_line(error)}); fix it or leave it out"
+        ) from error
+
+
+def _read_text(path: Path, document: DocumentMode) -> Iterator[str]:
+    """Bytes that are not UTF-8 become U+FFFD: one odd file does not end a long run."""
+    with open_text(path) as file:
+        if document == "file":
+            yield file.read().decode("utf-8", "replace")
+            return
+        lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in file)
+        if document == "line":
+            yield from lines
+            return
+        yield from _paragraphs(lines)
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    for is_text, group in itertools.groupby(lines, key=lambda line: bool(line.strip())):
+        if is_text:
+            yield "\n".join(group)
+
+
+def _read_rows(one: Input, text_column: str, split: str, start: int) -> Iterator[str]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    if one.reader == "hub":
+        name, _, config = one.name.partition(":")
+        rows: Any = datasets.load_dataset(name, config or None, split=split, streaming=True)
+    else:
+        rows = datasets.load_dataset(one.reader, data_files=[one.name], split="train", streaming=True)
+    for table in rows.with_format("arrow").iter(batch_size=_ROWS):
+        if text_column not in table.column_names:
+            found = ", ".join(repr(name) for name in table.column_names)
+            raise InputError(
+                f"{one.name}: no column {text_column!r}; it has {found}: pass one with --text-column"
+            )
+        skipped = min(start, table.num_rows)
+        start -= skipped
+        for text in table[text_column][skipped:].to_pylist():
+            if text is not None and not isinstance(text, str):
+                kind = type(text).__name__
+                raise InputError(f"{one.name}: column {text_column!r} holds {kind}, expected text")
+            yield text or ""

@@ -1,15 +1,14 @@
-"""This rank's micro-batches of each step, read ahead by a thread.
+"""This rank's micro-batches: of each step, read ahead by a thread, and of a validation.
 
 Nothing here has a position of its own. `at(state)` asks for the step of the state; what was read ahead for
 another step or another skip ledger is thrown away. So there is no iterator to restore and none to get wrong.
 
-Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a sequence.
+Shapes: S sequences of the global batch, B of a micro-batch, T tokens of a sequence, n of a prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import ceil
 from time import perf_counter
 from types import TracebackType
 
@@ -23,6 +22,7 @@ from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.core.state import RunState, SkipLedger
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import SampleIds, Sampler, checksums
+from ds_pretrain.data.validation_set import KEY_TOKENS, NUM_PLACES, Prompts, ValidationSet
 
 _READ_AHEAD_STEPS = 2
 
@@ -118,23 +118,15 @@ class Feed:
         share = len(ids.sample) // num_ranks
         spans = [(rank * share, rank * share + micro_sequences) for rank in range(num_ranks)]
         rows = np.concatenate([read_samples(ids, self.sources, *span) for span in spans])  # [K, T + 1]
-        starts = (  # [K, T + 1]
-            np.concatenate([read_starts(ids, self.sources, *span) for span in spans])
-            if self._mask_documents
-            else None
-        )
-        checksum = sum(checksums(rows))
-        micro = self._micro_at(state.step)
-        per_rank = ceil(len(rows) / self._world.size / micro) * micro
-        mine = np.arange(self._world.rank * per_rank, min((self._world.rank + 1) * per_rank, len(rows)))
-        filled = np.concatenate([mine, np.zeros(per_rank - len(mine), np.int64)])  # row 0 where there is none
-        batches = []
-        for first in range(0, per_rank, micro):
-            chosen = filled[first : first + micro]
-            batch = to_micro_batch(rows[chosen], None if starts is None else starts[chosen])
-            batch.labels[max(0, len(mine) - first) :] = IGNORED
-            batches.append(batch)
-        return batches, checksum
+        starts = None
+        if self._mask_documents:
+            starts = np.concatenate([read_starts(ids, self.sources, *span) for span in spans])  # [K, T + 1]
+
+        def read(chosen: NDArray[np.int64]) -> MicroBatch:
+            return to_micro_batch(rows[chosen], None if starts is None else starts[chosen])
+
+        dealt = padded_batches(len(rows), self._world, self._micro_at(state.step), read)
+        return [batch for batch, _ in dealt], sum(checksums(rows))
 
     def _micro_at(self, step: int) -> int:
         return self._micro_sequences[self.sampler.timeline.at(step).phase]
@@ -160,6 +152,55 @@ class Feed:
             num_valid_tokens=num_valid,
             checksums=checksums(rows),
         )
+
+
+def padded_batches(
+    num_rows: int, world: World, size: int, read: Callable[[NDArray[np.int64]], MicroBatch]
+) -> Iterator[tuple[MicroBatch, NDArray[np.int64]]]:
+    """This rank's micro-batches of `size` rows of 0, 1, ..., as `read` makes them, and which rows each holds.
+
+    As many on every rank, dealt in turn: rows that are not there are row 0 with ignored labels.
+    """
+    for start in range(0, num_rows, world.size * size):
+        first = start + world.rank * size
+        mine = np.arange(first, min(first + size, num_rows))
+        rows = np.concatenate([mine, np.zeros(size - len(mine), np.int64)])  # [B]
+        batch = read(rows)
+        batch.labels[len(mine) :] = IGNORED
+        yield batch, rows
+
+
+def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of a validation, as many as every other rank's."""
+
+    def read(rows: NDArray[np.int64]) -> MicroBatch:
+        samples, source = chosen.indices[rows], chosen.source
+        masked = chosen.mask_documents
+        starts = mark_starts([source] * len(samples), samples, chosen.seq_len) if masked else None
+        return to_micro_batch(source.samples(samples, chosen.seq_len), starts)
+
+    for batch, _ in padded_batches(len(chosen.indices), world, micro_sequences, read):
+        yield batch
+
+
+def prompt_batches(
+    prompts: Prompts, length: int, world: World, micro_sequences: int
+) -> Iterator[tuple[MicroBatch, NDArray[np.int64]]]:
+    """This rank's micro-batches of the prompts of one length, and the place of each row's key.
+
+    No more tokens than a micro-batch of whole samples has. Only the key at the end has labels.
+    """
+
+    def read(chosen: NDArray[np.int64]) -> MicroBatch:
+        starts = np.zeros((len(chosen), length + 1), np.bool_) if prompts.mask_documents else None
+        batch = to_micro_batch(rows[chosen], starts)
+        batch.labels[:, :-KEY_TOKENS] = IGNORED
+        return batch
+
+    rows = prompts.rows[length]  # [R, n + 1]
+    size = min(micro_sequences * max(1, prompts.seq_len // length), -(-len(rows) // world.size))
+    for batch, chosen in padded_batches(len(rows), world, size, read):
+        yield batch, chosen % NUM_PLACES
 
 
 def read_samples(

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.permutation import Words, derive_keys, keys_of, mixed, permute
-from ds_pretrain.data.quotas import BLOCK_DRAWS as BLOCK_DRAWS
-from ds_pretrain.data.quotas import block_quotas
 
+BLOCK_DRAWS = 4096
 _BITS = np.uint64(BLOCK_DRAWS.bit_length() - 1)  # of a place
 _PLACE = np.uint64(BLOCK_DRAWS - 1)  # these bits
 _PLACES = np.arange(BLOCK_DRAWS, dtype=np.uint64)
@@ -86,6 +85,21 @@ def _in_turn(quotas: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.ui
     """Sources one after another, each as often as its quota, and 0, 1, 2, ... within each."""
     sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)
     return sources, np.concatenate([np.arange(quota, dtype=np.uint16) for quota in quotas])
+
+
+def block_quotas(weights: Mapping[str, float]) -> dict[str, int]:
+    """Draws of each source in a block, by name in order, for positive finite weights of any scale.
+
+    By largest remainder: rounded down, plus one for the largest remainders, so that they add up to a block.
+    """
+    names = sorted(weights)  # the order of keys in a run file must not move the data
+    values = np.array([weights[name] for name in names], dtype=np.float64)
+    values /= values.max()  # a sum of huge weights would overflow
+    exact = values / values.sum() * BLOCK_DRAWS
+    quotas = np.floor(exact).astype(np.int64)
+    order = np.argsort(-(exact - quotas), kind="stable")
+    quotas[order[: BLOCK_DRAWS - int(quotas.sum())]] += 1
+    return dict(zip(names, quotas.tolist(), strict=True))
 
 
 def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:

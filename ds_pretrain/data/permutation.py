@@ -11,7 +11,6 @@ constant here changes the data order of every run.
 
 import hashlib
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,6 @@ _WORD = (1 << 64) - 1
 _CHUNK = 1 << 15  # elements worked on at once: the temporaries stay in cache, and memory stays small
 
 Words = NDArray[np.uint64]
-_Network = Callable[[Words, int, Words], Words]
 
 
 def make_key(*parts: int | str) -> int:
@@ -60,15 +58,6 @@ def permute(index: NDArray[np.integer], size: int, key: int | Words) -> Words:
     Raises:
         ValueError: `size` is not in [1, 2**62], or an index is not in [0, size).
     """
-    return _apply(index, size, key, _forward)
-
-
-def unpermute(index: NDArray[np.integer], size: int, key: int | Words) -> Words:
-    """The inverse: `unpermute(permute(i, n, k), n, k) == i`."""
-    return _apply(index, size, key, _backward)
-
-
-def _apply(index: NDArray[np.integer], size: int, key: int | Words, network: _Network) -> Words:
     if not 1 <= size <= MAX_SIZE:
         raise ValueError(f"cannot permute {size} elements: the size must be in [1, 2**62]")
     index = np.asarray(index)
@@ -79,16 +68,16 @@ def _apply(index: NDArray[np.integer], size: int, key: int | Words, network: _Ne
     out = np.empty_like(flat)
     for start in range(0, flat.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part]).copy()), network)
+        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part]).copy()))
     return out.reshape(index.shape)
 
 
-def _walk(values: Words, size: int, keys: Words, network: _Network) -> Words:
+def _walk(values: Words, size: int, keys: Words) -> Words:
     """Apply the network until each value is back in [0, size): still a bijection, as cycles are followed."""
-    values = network(values, size, keys)
+    values = _network(values, size, keys)
     outside = np.flatnonzero(values >= np.uint64(size))
     while outside.size:
-        values[outside] = network(values[outside], size, keys[outside] if keys.size > 1 else keys)
+        values[outside] = _network(values[outside], size, keys[outside] if keys.size > 1 else keys)
         outside = outside[values[outside] >= np.uint64(size)]
     return values
 
@@ -108,21 +97,12 @@ def _num_rounds(size: int) -> int:
     return _SMALL_ROUNDS if size < _SMALL_SIZE else _ROUNDS
 
 
-def _forward(values: Words, size: int, keys: Words) -> Words:
+def _network(values: Words, size: int, keys: Words) -> Words:
     a, b = _sides(size)
     left, right = np.divmod(values, np.uint64(b))
     for number in range(0, _num_rounds(size), 2):
         left = _add(left, _round(right, keys, number, a), a)
         right = _add(right, _round(left, keys, number + 1, b), b)
-    return left * np.uint64(b) + right
-
-
-def _backward(values: Words, size: int, keys: Words) -> Words:
-    a, b = _sides(size)
-    left, right = np.divmod(values, np.uint64(b))
-    for number in range(_num_rounds(size) - 2, -1, -2):
-        right = _add(right, np.uint64(b) - _round(left, keys, number + 1, b), b)
-        left = _add(left, np.uint64(a) - _round(right, keys, number, a), a)
     return left * np.uint64(b) + right
 
 

@@ -1,38 +1,82 @@
 """Text in, corpus out: tokenize any source into a `.bin`/`.idx` pair, on all cores, in bounded memory.
 
 The bytes written depend on the documents and the tokenizer alone: not on the number of workers, and not on
-how often the work was killed and started again.
+how often the work was killed and started again. Work in progress lies in OUT.partial/.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from ds_pretrain.core.errors import InputError, Preempted
-from ds_pretrain.core.files import folder_problem
-from ds_pretrain.data.documents import read_documents
-from ds_pretrain.data.encode import Batch, Reading, encode_in_order, read_batches
-from ds_pretrain.data.indexed import file_of, stem_of
-from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity
-from ds_pretrain.data.interrupt import interruptible
-from ds_pretrain.data.partial import Counts, alone, refuse_existing, resume, save_state, stopped
-from ds_pretrain.data.progress import Progress
-from ds_pretrain.data.tokenizer import Tokenizer, load_tokenizer, paths_of
-from ds_pretrain.data.training import refuse_training, train_once
-from ds_pretrain.data.writer import IndexedWriter, dtype_for
+from ds_pretrain.core.files import FileLock, folder_problem, write_atomic
+from ds_pretrain.core.jsonl import read_as
+from ds_pretrain.core.text import counted
+from ds_pretrain.data.indexed import IndexedWriter, dtype_for, file_of, partial_folder, stem_of
+from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity, read_documents
+from ds_pretrain.data.tokenizer import (
+    Tokenizer,
+    copy_of,
+    load_tokenizer,
+    paths_of,
+    refuse_training,
+    train_once,
+)
 
 SYNC_TOKENS, SYNC_SECONDS = 1 << 24, 30.0  # what a kill can cost: the lesser of both
 _KEY_VERSION = 1
+_BATCH_CHARACTERS = 1 << 18
+_BATCH_DOCUMENTS = 1024
+_BATCHES_AHEAD = 3  # for each worker
+_TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0  # between two states of the progress bar
+
+Reading = tuple[DocumentMode, str, str]  # how documents are found in an input: mode, text column, split
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to tokenize, with what, and where to."""
+
+    sources: Sequence[str]
+    tokenizer: str
+    out: Path | str
+    workers: int | None = None  # threads that tokenize; None: one for each core this process may use
+    train_tokenizer_size: int | None = None
+    text_column: str = "text"
+    split: str = "train"
+    document: DocumentMode = "file"
+    eos_token: str | None = None
+    overwrite: bool = False
+    progress: bool = True
+
+    @property
+    def reading(self) -> Reading:
+        """How documents are found in an input."""
+        return self.document, self.text_column, self.split
+
+    @property
+    def num_workers(self) -> int:
+        """Threads that tokenize."""
+        return self.workers if self.workers is not None else len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -49,75 +93,84 @@ class Summary:
     vocab_size: int
     tokenizer_hash: str
     resumed_at: int  # documents that an earlier, interrupted call had done
-    seconds: float
     tokens_per_second: float  # of this call
 
-    @property
-    def paths(self) -> tuple[Path, Path, Path]:
-        """The tokens, the index, and what is stored beside them."""
-        return file_of(self.prefix, "bin"), file_of(self.prefix, "idx"), file_of(self.prefix, "json")
+
+@dataclass(frozen=True)
+class Counts:
+    """How far the work is: the next document to read, and what was written up to it."""
+
+    input: int = 0
+    row: int = 0
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    longest: int = 0
+    replaced: int = 0
+    max_id: int = -1
 
 
-def prepare(
-    sources: Sequence[str],
-    tokenizer: str,
-    out: Path | str,
-    workers: int | None = None,
-    *,
-    train_tokenizer_size: int | None = None,
-    text_column: str = "text",
-    split: str = "train",
-    document: DocumentMode = "file",
-    eos_token: str | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-) -> Summary:
-    """Tokenize the documents of `sources` into OUT.bin, OUT.idx and OUT.json, each followed by one EOS.
+@dataclass(frozen=True)
+class State:
+    """What OUT.partial/ holds, and of which inputs and tokenizer (`key`)."""
 
-    Killed, it continues from its last sync when called again with the same inputs and tokenizer. `workers` is
-    the number of threads that tokenize; None: one for each core this process may use.
+    key: str
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that go to one worker, and the place of the document after them."""
+
+    texts: list[str]
+    next_input: int
+    next_row: int
+
+
+def prepare(options: PrepareOptions, say: Say = lambda line: print(line, file=sys.stderr)) -> Summary:
+    """Tokenize the documents of the sources into OUT.bin, OUT.idx and OUT.json, each followed by one EOS.
+
+    Killed, it continues from its last sync when called again with the same inputs and tokenizer.
 
     Raises:
         InputError: whatever of this cannot be done, before anything is written where that can be known.
         Preempted: interrupted (Ctrl-C, SIGTERM, SIGHUP); what is done is kept.
     """
-    prefix = stem_of(out)
-    reading: Reading = (document, text_column, split)
-    num_workers = workers if workers is not None else len(os.sched_getaffinity(0))
+    prefix = stem_of(options.out)
     try:
         with interruptible():
-            inputs, loaded = _checked(
-                sources,
-                document,
-                prefix,
-                num_workers,
-                tokenizer,
-                train_tokenizer_size,
-                eos_token,
-                overwrite,
-                say,
-            )
-            with alone(prefix):
-                if loaded is None:
-                    assert train_tokenizer_size is not None
-                    loaded = _train(inputs, reading, tokenizer, train_tokenizer_size, overwrite, say)
-                return _written(inputs, reading, loaded, prefix, num_workers, progress, say)
+            inputs, tokenizer = _check(options, prefix, say)
+            with _hold(prefix):
+                if tokenizer is None:
+                    tokenizer = _train(options, inputs, say)
+                return _write(options, inputs, tokenizer, prefix, say)
     except KeyboardInterrupt:
-        raise Preempted(stopped(prefix)) from None
+        raise Preempted(_describe_stop(prefix)) from None
 
 
-def _checked(
-    sources: Sequence[str],
-    document: DocumentMode,
-    prefix: Path,
-    workers: int,
-    tokenizer: str,
-    train_size: int | None,
-    eos_token: str | None,
-    overwrite: bool,
-    say: Callable[[str], None],
-) -> tuple[list[Input], Tokenizer | None]:
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless someone else has a use for them.
+
+    Only in the main thread, as Python has it; elsewhere nothing changes.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    taken: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _check(options: PrepareOptions, prefix: Path, say: Say) -> tuple[list[Input], Tokenizer | None]:
     """The inputs, and the tokenizer unless it is to be trained. Writes nothing.
 
     Raises:
@@ -125,22 +178,27 @@ def _checked(
     """
     inputs: list[Input] = []
     loaded: list[Tokenizer] = []
-    own = [*(file_of(prefix, end) for end in ("bin", "idx", "json", "partial")), *paths_of(tokenizer)]
-
-    def find() -> None:
-        inputs.extend(find_inputs(sources, document, own, say))
+    size = options.train_tokenizer_size
+    own = [file_of(prefix, end) for end in ("bin", "idx", "json", "partial")] + paths_of(options.tokenizer)
 
     def load() -> None:
-        if train_size is None:
-            loaded.append(load_tokenizer(tokenizer, eos_token))
+        if size is None:
+            loaded.append(load_tokenizer(options.tokenizer, options.eos_token))
             dtype_for(loaded[0].vocab_size)
         else:
-            refuse_training(tokenizer, train_size, eos_token)
+            refuse_training(options.tokenizer, size, options.eos_token)
 
-    problems = [] if workers >= 1 else [f"--workers {workers}: expected at least 1"]
+    problems = []
+    if options.num_workers < 1:
+        problems.append(f"--workers {options.num_workers}: expected at least 1")
     if problem := folder_problem(prefix.parent, "--out"):
         problems.append(problem)
-    for check in (find, load, lambda: refuse_existing(prefix, overwrite)):
+    checks: list[Callable[[], None]] = [
+        lambda: inputs.extend(find_inputs(options.sources, options.document, own, say)),
+        load,
+        lambda: _refuse_existing(prefix, options.overwrite),
+    ]
+    for check in checks:
         try:
             check()
         except InputError as error:
@@ -150,29 +208,64 @@ def _checked(
     return inputs, loaded[0] if loaded else None
 
 
-def _written(
-    inputs: Sequence[Input],
-    reading: Reading,
-    tokenizer: Tokenizer,
-    prefix: Path,
-    workers: int,
-    progress: bool,
-    say: Callable[[str], None],
+def _refuse_existing(prefix: Path, overwrite: bool) -> None:
+    """Never write over a corpus unasked."""
+    # A .bin without an index, beside a state, is ours: killed between two renames.
+    if os.path.exists(_state_path(prefix)) and not os.path.exists(file_of(prefix, "idx")):
+        return
+    existing = [path for end in ("bin", "idx", "json") if os.path.exists(path := file_of(prefix, end))]
+    if existing and not overwrite:
+        names = ", ".join(path.name for path in existing)
+        raise InputError(f"--out {prefix}: {names} exist already; choose another prefix, or pass --overwrite")
+
+
+@contextmanager
+def _hold(prefix: Path) -> Iterator[None]:
+    """Hold OUT.partial/ against a second `prepare`, and remove it unless something in it is worth keeping."""
+    folder = partial_folder(prefix)
+    created = [path for path in folder.parents if not os.path.exists(path)]  # innermost first
+    lock = FileLock(folder, lambda _: f"{folder}: another prepare is writing there; wait for it, or end it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take()
+    except OSError as error:
+        raise InputError(
+            f"--out: cannot write {folder} ({error.strerror or error}); choose another prefix"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+        if folder.is_dir() and not _state_path(prefix).exists():
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # as soon as one holds something else
+                for path in created:
+                    path.rmdir()
+
+
+def _train(options: PrepareOptions, inputs: Sequence[Input], say: Say) -> Tokenizer:
+    size = options.train_tokenizer_size
+    assert size is not None
+    note = json.dumps({"inputs": _key(inputs, options.reading, ""), "vocab_size": size}) + "\n"
+    texts = (text for one in inputs for text in read_documents(one, *options.reading))
+    return train_once(texts, options.tokenizer, size, note, options.overwrite, say)
+
+
+def _write(
+    options: PrepareOptions, inputs: Sequence[Input], tokenizer: Tokenizer, prefix: Path, say: Say
 ) -> Summary:
     """Tokenize and publish, from where an interrupted call stopped."""
     dtype = dtype_for(tokenizer.vocab_size)
-    key = _key(inputs, reading, tokenizer.hash)
-    start = resume(prefix, key, dtype.itemsize, say)
+    start = _resume(prefix, _key(inputs, options.reading, tokenizer.hash), dtype.itemsize, say)
     began = time.monotonic()
     try:
-        with Progress(inputs, progress) as bar:
-            end = _tokenize(inputs, reading, tokenizer, prefix, key, start, workers, bar)
+        end = _tokenize(options, inputs, tokenizer, prefix, start)
     except OSError as error:
         raise InputError(
             f"--out {prefix}: cannot be written ({error.strerror or error}); make room there and start the "
             "same command again: it continues"
         ) from error
-    seconds = time.monotonic() - began
+    seconds = max(time.monotonic() - began, 1e-9)
     return Summary(
         prefix=prefix,
         documents=end.documents,
@@ -183,43 +276,35 @@ def _written(
         dtype=dtype.name,
         vocab_size=tokenizer.vocab_size,
         tokenizer_hash=tokenizer.hash,
-        resumed_at=start.documents,
-        seconds=seconds,
-        tokens_per_second=(end.tokens - start.tokens) / max(seconds, 1e-9),
+        resumed_at=start.counts.documents,
+        tokens_per_second=(end.tokens - start.counts.tokens) / seconds,
     )
 
 
 def _tokenize(
-    inputs: Sequence[Input],
-    reading: Reading,
-    tokenizer: Tokenizer,
-    prefix: Path,
-    key: str,
-    start: Counts,
-    workers: int,
-    bar: Progress,
+    options: PrepareOptions, inputs: Sequence[Input], tokenizer: Tokenizer, prefix: Path, start: State
 ) -> Counts:
     """Read, tokenize, write, sync now and then, publish. The counts at the end."""
-    writer = IndexedWriter(prefix, tokenizer.vocab_size, start.documents, start.tokens)
-    counts, synced, synced_at = start, start.tokens, time.monotonic()
+    counts = start.counts
+    writer = IndexedWriter(prefix, tokenizer.vocab_size, counts.documents, counts.tokens)
+    synced, synced_at = counts.tokens, time.monotonic()
 
     def keep() -> None:
         writer.sync()
-        save_state(prefix, key, counts)
+        write_atomic(_state_path(prefix), json.dumps(asdict(replace(start, counts=counts))) + "\n")
 
-    try:
+    batches = encode_in_order(read_batches(inputs, options.reading, counts), tokenizer, options.num_workers)
+    with closing(writer), closing(batches), _progress_bar(options.progress) as bar:
         try:
-            with closing(
-                encode_in_order(read_batches(inputs, reading, start), tokenizer, workers)
-            ) as batches:
-                for batch, encoded in batches:
-                    kept = [ids for ids in encoded if ids.size > 1]  # more than its separator
-                    writer.add(kept)
-                    counts = _counted(counts, batch, kept)
-                    if counts.tokens - synced >= SYNC_TOKENS or time.monotonic() - synced_at >= SYNC_SECONDS:
-                        keep()
-                        synced, synced_at = counts.tokens, time.monotonic()
-                    bar.show(counts.input, counts.documents, counts.tokens)
+            for batch, encoded in batches:
+                kept = [ids for ids in encoded if ids.size > 1]  # more than its separator
+                writer.add(kept)
+                before, counts = counts, _add(counts, batch, kept)
+                if counts.tokens - synced >= SYNC_TOKENS or time.monotonic() - synced_at >= SYNC_SECONDS:
+                    keep()
+                    synced, synced_at = counts.tokens, time.monotonic()
+                bar.set_description(f"{counts.input} of {counted(len(inputs), 'input')}", refresh=False)
+                bar.update(counts.tokens - before.tokens)
         except KeyboardInterrupt:
             if counts.documents > 0:
                 keep()  # what was added after `counts` is cut off by the call that continues
@@ -230,13 +315,76 @@ def _tokenize(
                 f"({counts.empty} empty ones); check the path, --text-column and --split"
             )
         keep()
-        writer.finish(_sidecar(tokenizer, counts))
-    finally:
-        writer.close()
+        facts = {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash, "eos_id": tokenizer.eos_id}
+        if tokenizer.eos_token is not None:
+            facts["eos_token"] = tokenizer.eos_token
+        writer.finish({**facts, "max_id": counts.max_id})
     return counts
 
 
-def _counted(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> Counts:
+def _progress_bar(enabled: bool) -> "tqdm[Any]":
+    """Tokens and their rate: on a terminal wiped at the end, in a log renewed now and then."""
+    seconds = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
+    return tqdm(
+        disable=not enabled,
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=seconds,
+        maxinterval=seconds,
+        delay=seconds,
+        leave=False,
+    )
+
+
+def read_batches(inputs: Sequence[Input], reading: Reading, start: Counts) -> Iterator[Batch]:
+    """Documents from `start` on, in batches of a size that keeps a worker busy for a tenth of a second."""
+    texts: list[str] = []
+    characters = 0
+    for number in range(start.input, len(inputs)):
+        row = start.row if number == start.input else 0
+        for text in read_documents(inputs[number], *reading, start=row):
+            row += 1
+            texts.append(text)
+            characters += len(text)
+            if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
+                yield Batch(texts, number, row)
+                texts, characters = [], 0
+    yield Batch(texts, len(inputs), 0)
+
+
+def encode_in_order(
+    batches: Iterator[Batch], tokenizer: Tokenizer, workers: int
+) -> Generator[tuple[Batch, list[NDArray[np.integer]]], None, None]:
+    """Each batch with the ids of its texts, in order, a bounded number ahead.
+
+    Threads, not processes: the tokenizer works outside the GIL, nothing is pickled, a kill leaves no orphans.
+    """
+    mine = threading.local()
+    eos = np.array([tokenizer.eos_id], dtype=np.int32)
+
+    def encode(texts: list[str]) -> list[NDArray[np.integer]]:
+        """The ids of each text and EOS; EOS alone for a text of nothing but white space."""
+        if not hasattr(mine, "tokenizer"):
+            mine.tokenizer = copy_of(tokenizer)
+        encoded = mine.tokenizer.encode([text if text.strip() else "" for text in texts])
+        return [np.concatenate([ids, eos]) for ids in encoded]
+
+    ahead: deque[tuple[Batch, Future[list[NDArray[np.integer]]]]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
+    try:
+        for batch in batches:
+            ahead.append((batch, pool.submit(encode, batch.texts)))
+            if len(ahead) > workers * _BATCHES_AHEAD:
+                first, future = ahead.popleft()
+                yield first, future.result()
+        while ahead:
+            first, future = ahead.popleft()
+            yield first, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _add(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> Counts:
     return replace(
         counts,
         input=batch.next_input,
@@ -250,30 +398,57 @@ def _counted(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> C
     )
 
 
-def _sidecar(tokenizer: Tokenizer, counts: Counts) -> dict[str, Any]:
-    return {
-        "tokenizer": tokenizer.name,
-        "tokenizer_hash": tokenizer.hash,
-        "eos_id": tokenizer.eos_id,
-        **({} if tokenizer.eos_token is None else {"eos_token": tokenizer.eos_token}),
-        "max_id": counts.max_id,
-    }
-
-
-def _train(
-    inputs: Sequence[Input],
-    reading: Reading,
-    path: str,
-    size: int,
-    overwrite: bool,
-    say: Callable[[str], None],
-) -> Tokenizer:
-    note = json.dumps({"inputs": _key(inputs, reading, ""), "vocab_size": size}) + "\n"
-    texts = (text for one in inputs for text in read_documents(one, *reading))
-    return train_once(texts, path, size, note, overwrite, say)
-
-
 def _key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:
     """What must be unchanged for earlier work to be continued."""
     text = json.dumps([_KEY_VERSION, identity(inputs), *reading, tokenizer_hash])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _state_path(prefix: Path) -> Path:
+    return partial_folder(prefix) / "state.json"
+
+
+def _read_state(prefix: Path) -> State | None:
+    try:
+        return read_as(State, _state_path(prefix).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _resume(prefix: Path, key: str, itemsize: int, say: Say) -> State:
+    """Where an interrupted call with the same inputs and tokenizer stopped, or the beginning."""
+    path = _state_path(prefix)
+    if not path.exists():
+        return State(key, Counts())
+    state = _read_state(prefix)
+    if state is None:
+        say(f"{path}: cannot be read; starting over")
+    elif state.key != key:
+        say(f"{prefix}: the inputs or the tokenizer changed since the interrupted call; starting over")
+    elif not _all_there(prefix, state.counts, itemsize):
+        say(f"{prefix}: what the interrupted call wrote is no longer there; starting over")
+    else:
+        say(f"{prefix}: continuing after {_size(state.counts)}")
+        return state
+    path.unlink()
+    return State(key, Counts())
+
+
+def _all_there(prefix: Path, counts: Counts, itemsize: int) -> bool:
+    tokens, lengths = partial_folder(prefix) / "tokens", partial_folder(prefix) / "lengths"
+    if not tokens.exists() and not file_of(prefix, "idx").exists():
+        tokens = file_of(prefix, "bin")  # killed between the last renames
+    needed = {tokens: counts.tokens * itemsize, lengths: counts.documents * 4}
+    return all(path.exists() and path.stat().st_size >= size for path, size in needed.items())
+
+
+def _describe_stop(prefix: Path) -> str:
+    """What to tell a person whose `prepare` was interrupted."""
+    state = _read_state(prefix)
+    if state is None:
+        return f"{prefix}: interrupted before a document was written; the same command starts over"
+    return f"{prefix}: interrupted; {_size(state.counts)} are kept, and the same command continues after them"
+
+
+def _size(counts: Counts) -> str:
+    return f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"

@@ -1,22 +1,26 @@
 """Tokenizers as values: text to ids and back, the size of the vocabulary, the id that ends a document.
 
-Nothing here imports torch, unless a tokenizer exists only in a form that Transformers has to convert.
+They are loaded from disk or from the Hugging Face hub, or trained. Nothing here imports torch, unless a
+tokenizer exists only in a form that Transformers has to convert.
 """
 
+import difflib
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.data.hub import means_path, missing_from_hub, not_here
+from ds_pretrain.core.files import folder_problem, sync_folder
 from ds_pretrain.data.indexed import TokenSource, file_of
 
 BYTES = "bytes"
@@ -29,6 +33,12 @@ FILES = (
     *(_TOKENIZER, *_CONFIG_FILES, TRAINING_NOTE),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# A name that ends like this is a file's: no repository is called so, and some hold a dot ("Llama-3.1-8B").
+_FILE_ENDING = re.compile(
+    r"\.(arrow|bin|csv|gz|html|idx|jsonl?|md|model|ndjson|parquet|py|tar|toml|tsv|txt|xml|yaml|zip|zst)$"
+)
+_HUB_SECONDS = 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +128,7 @@ def tokenizer_of(source: TokenSource) -> Tokenizer | None:
     note = file_of(source.prefix, "json")
     places = [name, str(source.prefix.absolute().parent / Path(name).name)]
     found = [place for place in places if place == BYTES or os.path.exists(place)]
-    if not found and means_path(name):
+    if not found and not _may_be_on_hub(name):
         raise InputError(
             f"{note}: its tokenizer is neither {places[0]} nor {places[1]}; put it back into one of the two"
         )
@@ -197,52 +207,83 @@ def _parsed(name: str, text: str) -> Any:
         ) from error
 
 
+def problem_of_name(name: str, kind: Literal["dataset", "model"]) -> str | None:
+    """Why a name that is no path here is not on the hub either; None if it is there, or nobody may ask.
+
+    The hub is asked once and briefly: the libraries that download would try again for half a minute.
+    """
+    parent, _, last = name.rstrip("/").rpartition("/")
+    folder = parent or ("/" if name.startswith("/") else ".")
+    neighbors = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
+    close = difflib.get_close_matches(last, neighbors, n=1)
+    not_here = "no such file or folder" + (f" (did you mean {Path(parent) / close[0]}?)" if close else "")
+    if not _may_be_on_hub(name):
+        return not_here
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+
+    api = HfApi()
+    ask = api.dataset_info if kind == "dataset" else api.model_info
+    try:
+        ask(name.partition(":")[0], timeout=_HUB_SECONDS)
+    except OfflineModeIsEnabled:
+        return None  # what is cached will do, or its absence is said at once
+    except RepositoryNotFoundError:
+        return f"{not_here} here, and the hub has no {kind} of that name that you may read"
+    except Exception as error:  # each version of the library has its own errors for a network
+        return f"{not_here} here, and the hub cannot be reached ({first_line(error)})"
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of a library, for a message of ours; its type if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Whether a name is like NAME or OWNER/NAME (with :CONFIG), and not like that of a file."""
+    repository = name.partition(":")[0]
+    return bool(_REPOSITORY.fullmatch(repository)) and not _FILE_ENDING.search(repository)
+
+
 def _files_of(name: str) -> dict[str, str]:
     """The text of a tokenizer's files, by name: from a folder, a `tokenizer.json`, or the hub."""
     path = Path(name)
-    wanted = (_TOKENIZER, *_CONFIG_FILES)
     if path.is_file():
         beside = {file: path.with_name(file) for file in _CONFIG_FILES}
-        return {
-            _TOKENIZER: _read(path),
-            **{file: _read(at) for file, at in beside.items() if at.is_file()},
-        }
+        return {_TOKENIZER: _read(path)} | {file: _read(at) for file, at in beside.items() if at.is_file()}
+    wanted = (_TOKENIZER, *_CONFIG_FILES)
     if path.is_dir():
         return {file: _read(path / file) for file in wanted if (path / file).is_file()}
-    if means_path(name):
-        raise InputError(
-            f"tokenizer {name}: {not_here(name)}; expected `bytes`, a folder with a tokenizer.json, "
-            "or the name of a tokenizer on the hub (to train one there, add --train-tokenizer N)"
-        )
     return _hub_files(name, wanted)
 
 
 def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
     """From the hub, or from what is cached of it where the hub cannot be had."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    problem = problem_of_name(name, "model")
+    files: dict[str, str] = {}
+    if _may_be_on_hub(name):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    missing = missing_from_hub(name, "model")
-    files = {}
-    for file in wanted:
-        try:
-            files[file] = _read(Path(hf_hub_download(name, file, local_files_only=missing is not None)))
-        except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, hence first
-            if not files:
-                raise _hub_problem(name, missing or str(error)) from error
-        except EntryNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise _hub_problem(name, missing or str(error)) from error
+        local_only = problem is not None
+        for file in wanted:
+            try:
+                files[file] = _read(Path(hf_hub_download(name, file, local_files_only=local_only)))
+            except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, hence first
+                problem = problem or first_line(error)
+            except EntryNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                problem, files = problem or first_line(error), {}
+                break
+    if problem and not files:
+        raise InputError(
+            f"tokenizer {name}: {problem}; expected `bytes`, a folder with a tokenizer.json (to train one, "
+            f"add --train-tokenizer N), or a name on the hub: run `hf download {name}` where there is a "
+            "connection, and copy the folder here"
+        )
     return files
-
-
-def _hub_problem(name: str, reason: str) -> InputError:
-    return InputError(
-        f"tokenizer {name}: {not_here(name)} here, and {reason.strip().splitlines()[0]}; expected `bytes`, a "
-        "folder with a tokenizer.json (to train one, add --train-tokenizer N), or a name on the hub: run "
-        f"`hf download {name}` where there is a connection, and copy the folder here"
-    )
 
 
 def _converted(name: str) -> dict[str, str]:
@@ -254,9 +295,8 @@ def _converted(name: str) -> dict[str, str]:
             AutoTokenizer.from_pretrained(name).save_pretrained(folder)
             files = _files_of(folder)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"tokenizer {name}: has no tokenizer.json and cannot be converted ({reason})"
+            f"tokenizer {name}: has no tokenizer.json and cannot be converted ({first_line(error)})"
         ) from error
     if _TOKENIZER not in files:
         raise InputError(
@@ -293,3 +333,111 @@ def _guess(ids: dict[str, int]) -> str:
     """A token of this vocabulary that looks like a separator."""
     usual = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
     return next((token for token in usual if token in ids), max(ids, key=ids.__getitem__))
+
+
+def refuse_training(path: str, size: int, eos_token: str | None = None) -> None:
+    """Writes nothing.
+
+    Raises:
+        InputError: a tokenizer of `size` entries cannot be trained at `path`, whatever the text.
+    """
+    folder, problems = Path(path), []
+    if path == BYTES:
+        problems.append("--train-tokenizer: `bytes` is built in; pass the folder to write with --tokenizer")
+    elif problem := folder_problem(folder.absolute().parent, "--tokenizer"):
+        problems.append(problem)
+    elif _holds_something_else(folder):
+        problems.append(
+            f"--tokenizer {path}: holds something that --train-tokenizer did not make, and is never "
+            "overwritten; leave out --train-tokenizer to use a tokenizer that is there, or name another path"
+        )
+    if eos_token not in (None, END_OF_TEXT):
+        problems.append(
+            f"--eos-token {eos_token}: a tokenizer that --train-tokenizer makes ends a document with "
+            f"{END_OF_TEXT}; leave it out"
+        )
+    if size <= NUM_BYTES:
+        problems.append(
+            f"--train-tokenizer {size}: a byte-level tokenizer needs at least "
+            f"{NUM_BYTES + 1} entries, {NUM_BYTES} bytes and {END_OF_TEXT}"
+        )
+    if problems:
+        raise InputError(problems)
+
+
+def train_once(
+    texts: Iterator[str], path: str, size: int, note: str, overwrite: bool, say: Callable[[str], None]
+) -> Tokenizer:
+    """Train a tokenizer at `path`, unless an interrupted call has already trained this one there.
+
+    `note` says what it is trained on, and is kept beside it.
+
+    Raises:
+        InputError: another one is there, and `overwrite` is False.
+    """
+    trained = Path(path) / TRAINING_NOTE
+    if trained.is_file() and trained.read_text() == note:
+        say(f"{path}: already trained on these inputs; used as it is")
+        return load_tokenizer(path)
+    if trained.is_file() and not overwrite:
+        raise InputError(
+            f"--tokenizer {path}: exists, and was not trained on these inputs with {size} entries; leave out "
+            "--train-tokenizer to use it, choose another path, or pass --overwrite"
+        )
+    train_tokenizer(texts, size, Path(path), note)
+    loaded = load_tokenizer(path)
+    short = "" if loaded.vocab_size == size else f" (not {size}: the text has no more pairs to merge)"
+    say(f"{path}: trained a tokenizer of {loaded.vocab_size} entries{short}")
+    return loaded
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path, note: str) -> None:
+    """Train a byte-level BPE of `vocab_size` entries and publish it as `folder`, whole or not at all.
+
+    AutoTokenizer opens the folder, and so do we.
+
+    Raises:
+        InputError: it cannot be trained there.
+    """
+    refuse_training(str(folder), vocab_size)
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "bos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        temporary.chmod(0o755)
+        model.save(str(temporary / "tokenizer.json"))
+        (temporary / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (temporary / TRAINING_NOTE).write_text(note)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+def _holds_something_else(folder: Path) -> bool:
+    """Anything but a tokenizer that we trained: overwriting it would destroy what is not ours."""
+    if not folder.is_dir():
+        return folder.exists()
+    names = {path.name for path in folder.iterdir()}
+    return bool(names) and not (TRAINING_NOTE in names and names <= set(FILES))

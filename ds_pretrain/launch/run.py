@@ -5,7 +5,6 @@ ranks, over several it runs a `pkill -f` there that ends every DeepSpeed job of 
 stop is the stop file, which every rank reads; the launcher then ends because its ranks did.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MEANINGS, InputError
-from ds_pretrain.core.files import ensure_writable_folder, write_atomic
+from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
 from ds_pretrain.core.run_files import RankRecord, forget_last_start, read_exit, read_ranks, stop_file
 from ds_pretrain.launch.command import Command
 from ds_pretrain.launch.environment import environment_file
@@ -39,7 +38,11 @@ def run(command: Command, out: Path, *, grace_seconds: float = 30.0) -> int:
         InputError: `out` cannot be written, or another start of the same run still lives.
     """
     ensure_writable_folder(out, "out")
-    with _only_start(out):
+    # Held against a second start in the seconds before the ranks have said their pids.
+    with FileLock(
+        out / ".launch.lock",
+        lambda holder: f"{out}: another start of this run is alive ({holder}); stop that first",
+    ):
         _refuse_second_start(out)
         forget_last_start(out)
         environment = _prepare(command, out)
@@ -154,25 +157,6 @@ def _refuse_second_start(out: Path) -> None:
             f"{out}: this run is running already: {_pids(alive)}; "
             f"stop it with `touch {stop_file(out)}` and wait, or give another `out`"
         )
-
-
-@contextmanager
-def _only_start(out: Path) -> Iterator[None]:
-    """Hold the run folder against a second start in the seconds before the ranks have said their pids."""
-    with (out / ".launch.lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise InputError(
-                f"{out}: another start of this run is alive (pid {lock.read().strip()}); stop that first"
-            ) from None
-        except OSError:
-            pass  # a file system without locks: the ranks' pid files still guard all but the first seconds
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
 
 
 @contextmanager

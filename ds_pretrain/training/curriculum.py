@@ -12,9 +12,9 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.core.text import counted
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.lengths import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
+from ds_pretrain.data.validation_set import SHORTEST_PROMPT, prompt_lengths
 from ds_pretrain.models import rope_config
 from ds_pretrain.models.config_check import asks_transformers, masking_problems
 from ds_pretrain.models.rope_config import (

@@ -21,8 +21,8 @@ from ds_pretrain.core.errors import CannotSave, NeedsPerson, agreed
 from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import Rollback, RunState, SkipLedger
 from ds_pretrain.core.text import counted
+from ds_pretrain.data.inspect import passages
 from ds_pretrain.data.loader import Feed
-from ds_pretrain.data.passages import passages
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor

@@ -59,7 +59,8 @@ def open_places(plan: Plan, world: World) -> Places:
     try:
         if world.is_main:
             remote = open_remote(plan.ship_to)  # proves it, once
-            _refuse_other_label(plan, remote)
+            record = read_record(plan.out)
+            _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
         remote = remote or remote_at(plan.ship_to)
     except InputError as error:
         problems = list(error.problems)
@@ -68,48 +69,37 @@ def open_places(plan: Plan, world: World) -> Places:
     return replace(places, remote=remote)
 
 
-def _refuse_other_label(plan: Plan, remote: Remote) -> None:
-    """Before anything is fetched: the checkpoints at the place have to be this run's."""
-    record = read_record(plan.out)
-    try:
-        found = json.loads(remote.label() or b"{}") or _owner_there(remote)
-    except (OSError, ValueError):
-        return  # whoever reads a checkpoint there says what is wrong; `label_place` compares once more
-    if not found:
-        return
-    if found.get("name", plan.run.name) != plan.run.name or (record and found.get("run") != record.wandb_id):
-        raise InputError(_other_run(plan.ship_to or "", json.dumps(found), plan.run.name))
-
-
-def _owner_there(remote: Remote) -> dict[str, Any]:
-    """Whose the newest checkpoint is at a place without a label."""
-    for step in remote.steps():
-        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
-        return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}
-    return {}
-
-
-def _other_run(place: str, found: str, name: str) -> str:
-    return (
-        f"checkpoint.ship_to = {place} holds the checkpoints of another run ({found[:200]}), and this one is "
-        f"{name!r}; give each run a place of its own"
-    )
-
-
 def label_place(places: Places, record: RunRecord) -> None:
     """Say at the remote place whose checkpoints lie there. On rank 0.
 
     Raises:
         InputError: they are another run's.
     """
-    if places.remote is None:
-        return
-    mine = {"name": record.name, "run": record.wandb_id}
-    found = places.remote.label()
-    if found is None:
-        places.remote.set_label(json.dumps(mine).encode())
-    elif found != json.dumps(mine).encode():
-        raise InputError(_other_run(places.remote.place, found.decode(errors="replace"), record.name))
+    if places.remote is not None:
+        _refuse_other_run(places.remote, record.name, record.wandb_id)
+        if places.remote.label() is None:
+            places.remote.set_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
+
+
+def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
+    """Raise InputError if the checkpoints at a place are of another name or run; None: no run of ours yet."""
+    try:
+        found = json.loads(remote.label() or b"{}") or _newest_owner(remote)
+    except (OSError, ValueError):
+        return  # whoever reads a checkpoint there says what is wrong
+    if found and (found.get("name") != name or run not in (None, found.get("run"))):
+        raise InputError(
+            f"checkpoint.ship_to = {remote.place} holds the checkpoints of another run "
+            f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run a place of its own"
+        )
+
+
+def _newest_owner(remote: Remote) -> dict[str, Any]:
+    """Whose the newest checkpoint is at a place without a label."""
+    for step in remote.steps():
+        manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
+        return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}
+    return {}
 
 
 def _require_own_folders(places: Places, world: World) -> None:

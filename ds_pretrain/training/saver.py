@@ -4,20 +4,29 @@ import contextlib
 import json
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from math import isfinite
+from statistics import median
 from time import monotonic, perf_counter, sleep
 from types import TracebackType
 from typing import Self
 
+from ds_pretrain.checkpoint.interval import Costs, advice_lines, stall_warning
 from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, published, step_name, step_of
-from ds_pretrain.checkpoint.retention import CALM, SHIPPED, is_left, is_shipped, prune
+from ds_pretrain.checkpoint.retention import (
+    CALM,
+    SHIPPED,
+    WallClock,
+    is_left,
+    is_shipped,
+    prune,
+)
 from ds_pretrain.checkpoint.save import Outcome, Saves
 from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
-from ds_pretrain.checkpoint.triggers import WallClock
 from ds_pretrain.checkpoint.upload import Shipper
 from ds_pretrain.config.deepspeed import zero_stage
 from ds_pretrain.config.plan import Plan
@@ -30,10 +39,10 @@ from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.curriculum import model_text
 from ds_pretrain.training.record import RunRecord, note_saved
-from ds_pretrain.training.save_costs import Costs
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
+_MEASURED_SAVES = 3  # intervals, before anything is said of how often to save
 RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
 PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
 STOP_PATIENCE_SECONDS = 10.0  # at a stop: whoever asked for it may not wait long
@@ -114,7 +123,9 @@ class Saver:
         self._saves = Saves(places, world, self._published, expected_bytes)
         self._shipping = shipping
         self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
-        self._costs = Costs(plan, restore_seconds)
+        self._restore_seconds = restore_seconds
+        self._measured: list[tuple[float, Outcome]] = []  # begin and costs of the published saves
+        self._warned = False  # of saves that stall training for too long
         self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
 
     @property
@@ -244,7 +255,7 @@ class Saver:
                 stall_seconds=outcome.stall_seconds,
                 total_seconds=outcome.total_seconds,
             )
-            for line in self._costs.note(outcome):
+            for line in self._cost_lines(outcome):
                 self._tell(line)
             return
         self._num_failed += 1
@@ -261,6 +272,24 @@ class Saver:
             raise CannotSave(
                 f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
             )
+
+    def _cost_lines(self, outcome: Outcome) -> Iterator[str]:
+        """Take the costs of a published save; what follows for how often to save, each thing once a start."""
+        section = self._plan.run.checkpoint
+        self._measured.append((monotonic() - outcome.total_seconds, outcome))
+        begins = [began for began, _ in self._measured]
+        intervals = [later - earlier for earlier, later in pairwise(begins)]
+        if len(intervals) < _MEASURED_SAVES:
+            return
+        stall = median(saved.stall_seconds for _, saved in self._measured[1:])  # the first allocates buffers
+        warning = None if self._warned else stall_warning(stall, median(intervals), section.stall_share)
+        if warning is not None:
+            self._warned = True
+            yield warning
+        if section.mtbf is not None and len(intervals) == _MEASURED_SAVES:
+            complete = median(saved.total_seconds for _, saved in self._measured)
+            costs = Costs(stall, complete, self._restore_seconds, section.mtbf.seconds)
+            yield from advice_lines(costs, median(intervals))
 
     def _note_shipped(self) -> None:
         """Record what has been shipped from rank 0's host since the last look."""
@@ -303,8 +332,6 @@ class Saver:
             step=state.step,
             tokens=timeline.tokens_before(state.step),
             samples=timeline.samples_before(state.step),
-            draws=timeline.samples_before(state.step)
-            + state.ledger.num_before(timeline.trained_by_phase(state.step)),
             world_size=self._world.size,
             zero_stage=zero_stage(self._plan.deepspeed),
             versions={name: version(name) for name in ("ds-pretrain", "deepspeed", "torch", "transformers")},

@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 from ds_pretrain.checkpoint.rng import preserve_streams
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.core.metrics import IGNORED
-from ds_pretrain.data.lengths import doublings
-from ds_pretrain.data.loader import MicroBatch
-from ds_pretrain.data.retrieval import NUM_PLACES, Prompts, make_prompts, prompt_batches, scores
-from ds_pretrain.data.validation_set import ValidationSet, validation_batches
+from ds_pretrain.data.loader import MicroBatch, prompt_batches, validation_batches
+from ds_pretrain.data.validation_set import (
+    NUM_PLACES,
+    Prompts,
+    ValidationSet,
+    doublings,
+    make_prompts,
+    scores,
+)
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.models.attention import document_positions
 from ds_pretrain.training.step import sum_losses, token_losses_of

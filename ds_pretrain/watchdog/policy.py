@@ -129,12 +129,3 @@ def skipped(
 def _end_of_skip(section: WatchdogSection, timeline: Timeline, place: int) -> int:
     """The step that a skip around `place` ends at: one at least is skipped."""
     return max(place + 1, step_after(timeline, place, section.skip_after))
-
-
-def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
-    """True if a checkpoint's state lies on a branch that a rollback since has left.
-
-    Without `heeds_stop`, not if all that happened since is a stop: a person goes on from where it stood.
-    """
-    later = rollbacks[len(state.rollbacks) :]
-    return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

@@ -13,8 +13,7 @@ from pathlib import Path
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import write_atomic, write_point
 from ds_pretrain.core.jsonl import read_as
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.watchdog.policy import is_abandoned
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
 
 CURE = "cure.json"
 

@@ -24,7 +24,7 @@ from ds_pretrain.checkpoint.manifest import (
     step_name,
 )
 from ds_pretrain.checkpoint.rng import capture_streams, rng_file, seed_streams
-from ds_pretrain.checkpoint.shards import Source, open_shards
+from ds_pretrain.checkpoint.shards import Source
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import checksum
@@ -208,9 +208,6 @@ def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
         (b / OPTIM.format(rank)).unlink()
     with pytest.raises(InputError, match=r"b.*holds no DeepSpeed shards \(\*_optim_states\.pt\); name a"):
         differences(a, seal(b))
-    (b / MANIFEST).unlink()
-    with pytest.raises(InputError, match="holds no DeepSpeed shards"):
-        open_shards(b)
 
 
 def test_the_furthest_apart_come_first_and_the_rest_are_counted(tmp_path: Path) -> None:
@@ -346,7 +343,7 @@ def test_a_damaged_universal_form_is_refused(tmp_path: Path, monkeypatch: pytest
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"zero/a.bias/fp32.pt: the checksum of fp32.pt does not match"):
+    with pytest.raises(InputError, match=r"the checksum of zero/a.bias/fp32.pt does not match"):
         differences(a, form)
 
 

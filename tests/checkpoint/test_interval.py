@@ -5,15 +5,7 @@ from math import exp, expm1, sqrt
 import pytest
 from scipy.optimize import minimize_scalar
 
-from ds_pretrain.checkpoint.interval import (
-    advice,
-    advice_lines,
-    daly_seconds,
-    lost_share,
-    spoken,
-    stall_warning,
-    young_seconds,
-)
+from ds_pretrain.checkpoint.interval import Costs, advice_lines, spoken, stall_warning
 
 HOUR = 3600.0
 
@@ -36,50 +28,48 @@ def exact_seconds(stall: float, mtbf: float) -> float:
     ("stall", "mtbf"), [(0.5, 8 * HOUR), (30.0, 8 * HOUR), (300.0, HOUR), (600.0, HOUR), (1800.0, HOUR)]
 )
 def test_dalys_interval_is_the_minimum_of_the_exact_model(stall: float, mtbf: float) -> None:
-    exact = exact_seconds(stall, mtbf)
-    assert daly_seconds(stall, mtbf) == pytest.approx(exact, rel=4e-3)
-    assert abs(young_seconds(stall, mtbf) + stall - exact) >= abs(daly_seconds(stall, mtbf) - exact)
+    exact, costs = exact_seconds(stall, mtbf), Costs(stall, 0.0, 0.0, mtbf)
+    assert costs.daly_seconds == pytest.approx(exact, rel=4e-3)
+    assert abs(costs.young_seconds + stall - exact) >= abs(costs.daly_seconds - exact)
 
 
 def test_a_published_example() -> None:
     """Saves of 5 minutes, a failure every 24 hours: sqrt(2 * 5 * 1440) = 120 minutes."""
-    assert young_seconds(300.0, 24 * HOUR) == pytest.approx(120 * 60)
+    assert Costs(300.0, 0.0, 0.0, 24 * HOUR).young_seconds == pytest.approx(120 * 60)
 
 
 def test_saves_that_cost_more_than_two_failures_are_as_far_apart_as_failures() -> None:
-    assert daly_seconds(2 * HOUR, HOUR) == 3 * HOUR
-    assert daly_seconds(2 * HOUR - 1e-6, HOUR) == pytest.approx(2 * HOUR * (1 + 1 / 3 + 1 / 9))
+    assert Costs(2 * HOUR, 0.0, 0.0, HOUR).daly_seconds == 3 * HOUR
+    almost = Costs(2 * HOUR - 1e-6, 0.0, 0.0, HOUR).daly_seconds
+    assert almost == pytest.approx(2 * HOUR * (1 + 1 / 3 + 1 / 9))
 
 
 def test_what_is_lost_is_least_near_the_advice_and_counts_writing_and_restoring() -> None:
-    costs = (2.0, 60.0, 120.0, 8 * HOUR)
-    found = advice(*costs, interval_seconds=HOUR)
-    assert found.young_seconds == sqrt(2 * 2.0 * 8 * HOUR)
-    assert found.lost == lost_share(found.seconds, *costs)
-    assert found.lost == pytest.approx(2.0 / found.seconds + (found.seconds / 2 + 180.0) / (8 * HOUR))
-    assert found.lost_now == pytest.approx(2.0 / HOUR + (HOUR / 2 + 180.0) / (8 * HOUR))
-    assert found.lost < lost_share(found.seconds / 1.2, *costs)
-    assert found.lost < lost_share(found.seconds * 1.2, *costs)
+    costs = Costs(2.0, 60.0, 120.0, 8 * HOUR)
+    best = costs.best_seconds
+    assert costs.young_seconds == sqrt(2 * 2.0 * 8 * HOUR)
+    assert costs.lost_share(best) == pytest.approx(2.0 / best + (best / 2 + 180.0) / (8 * HOUR))
+    assert costs.lost_share(best) < min(costs.lost_share(best / 1.2), costs.lost_share(best * 1.2))
 
 
 def test_the_advice_is_never_shorter_than_a_save_takes() -> None:
-    assert advice(0.05, 240.0, 30.0, 4 * HOUR).seconds == 240.0
-    assert advice(0.0, 240.0, 30.0, 4 * HOUR).seconds == 240.0
+    assert Costs(0.05, 240.0, 30.0, 4 * HOUR).best_seconds == 240.0
+    assert Costs(0.0, 240.0, 30.0, 4 * HOUR).best_seconds == 240.0
 
 
 def test_a_share_is_never_more_than_all() -> None:
-    assert lost_share(10.0, 60.0, 0.0, 0.0, HOUR) == 1.0
-    assert lost_share(0.0, 60.0, 0.0, 0.0, HOUR) == 1.0
+    assert Costs(60.0, 0.0, 0.0, HOUR).lost_share(10.0) == 1.0
+    assert Costs(60.0, 0.0, 0.0, HOUR).lost_share(0.0) == 1.0
 
 
 def test_the_advice_in_words() -> None:
-    found = advice(2.0, 60.0, 120.0, 8 * HOUR, interval_seconds=2 * HOUR)
-    assert list(advice_lines(found)) == [
+    costs = Costs(2.0, 60.0, 120.0, 8 * HOUR)
+    assert list(advice_lines(costs, 2 * HOUR)) == [
         "a save every 5.7 min loses least: 1.80% of the time is expected to be lost (Daly 2006; Young 1974 "
         "says 5.7 min)",
         "checkpoint.every is about 2 h at present: 13.15% is expected to be lost",
     ]
-    assert len(list(advice_lines(advice(2.0, 60.0, 120.0, 8 * HOUR)))) == 1
+    assert len(list(advice_lines(costs, None))) == 1
 
 
 def test_a_stall_longer_than_its_share_is_warned_of() -> None:

@@ -94,7 +94,7 @@ def test_verify_names_what_is_broken_and_moves_nothing(
     before = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert main(["checkpoints", str(out), "verify", "10"]) == 0
     capsys.readouterr()
-    assert main(["checkpoints", str(out), "verify", "--all"]) == 2
+    assert main(["checkpoints", str(out), "verify"]) == 2
     said = capsys.readouterr()
     assert f"step_000000020  {shard.name} has" in said.out
     assert "step_000000010  intact" in said.out
@@ -180,7 +180,7 @@ def test_a_disk_that_does_not_answer_is_said_in_the_list(
     def fails(*_: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(inventory, "wrong_file", fails)
+    monkeypatch.setattr(inventory, "first_wrong", fails)
     assert "  20  BROKEN: it cannot be checked ([Errno 5] Input/output error)" in list(listed(root))
 
 
@@ -271,8 +271,6 @@ WRONG_WORDS = {
     "pin": "checkpoints pin: 0 checkpoint(s) named, expected 1, like `checkpoints RUN pin 1000`",
     "verify 10 20": "checkpoints verify: 2 checkpoint(s) named, expected 0 or 1",
     "diff 10": "checkpoints diff: 1 checkpoint(s) named, expected 2, like `checkpoints RUN diff 1000 1000`",
-    "verify 10 --all": "checkpoints verify: give a step or --all, not both",
-    "pin 10 --all": "checkpoints pin: --all belongs to verify",
     "diff 10 20 --shipped": "checkpoints diff: --shipped belongs to list, verify, pin, unpin",
 }
 

@@ -15,7 +15,7 @@ from ds_pretrain.checkpoint import save as saves
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.checkpoint import storage as places
 from ds_pretrain.checkpoint.manifest import parse_manifest, published, step_name
-from ds_pretrain.checkpoint.retention import CALM, doomed, pin, prune
+from ds_pretrain.checkpoint.retention import CALM, PINNED, doomed, prune
 from ds_pretrain.checkpoint.save import Outcome, Saves
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.timeline import Multiples
@@ -256,7 +256,7 @@ def _save_on_a_full_disk(world: World, folder: str, rank: int, error: Exception)
     return outcome.problem, _find(root, world), _names(root)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_publishes_nothing(
     tmp_path: Path, rank: int, error: Exception
@@ -288,7 +288,13 @@ def _fail_at(world: World, folder: str, rank: int, point: str) -> Any:
 
 @pytest.mark.parametrize(
     ("rank", "point"),
-    [(1, "write rank"), (1, "sync"), (0, "write run_state"), (0, "manifest"), (0, "rename")],
+    [
+        (0, "manifest"),
+        *(
+            pytest.param(rank, point, marks=pytest.mark.slow)
+            for rank, point in ((1, "write rank"), (1, "sync"), (0, "write run_state"), (0, "rename"))
+        ),
+    ],
 )
 def test_a_failure_at_any_point_of_a_save_reaches_every_rank(tmp_path: Path, rank: int, point: str) -> None:
     for problem, found in run_ranks(_fail_at, 2, str(tmp_path), rank, point):
@@ -416,9 +422,7 @@ def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp
     assert doomed(steps, keep=1, keep_every=None, protected={10, 30}) == [1, 20, 40]
     for step in steps:
         _save(tmp_path, step, World())
-    pin(tmp_path / step_name(10), True)
-    pin(tmp_path / step_name(20), True)
-    pin(tmp_path / step_name(20), False)
+    (tmp_path / step_name(10) / PINNED).touch()
     for step in (1, 30):
         (tmp_path / step_name(step) / CALM).touch()
     prune(tmp_path, keep=1, keep_every=Multiples(40, ((0, 0, 1),)), tell=print)
@@ -505,7 +509,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     world = World()
     for step in (2, 4, 6, 8):
         _save(tmp_path, step, world)
-    pin(tmp_path / step_name(6), True)
+    (tmp_path / step_name(6) / PINNED).touch()
     told: list[str] = []
     store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
     assert _names(tmp_path) == [
@@ -517,7 +521,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
         f"it is kept as {step_name(6)}.left_1"
     ]
     _save(tmp_path, 6, world)  # the run comes by again
-    pin(tmp_path / step_name(6), True)
+    (tmp_path / step_name(6) / PINNED).touch()
     store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
     prune(tmp_path, keep=1, keep_every=None, tell=print)
     assert {f"{step_name(6)}.left_1", f"{step_name(6)}.left_2"} <= set(_names(tmp_path))

@@ -101,7 +101,10 @@ def test_p08_streams_that_cannot_be_restored_raise(tmp_path: Path, kind: str) ->
         load_streams(folder, 0)
 
 
-@pytest.mark.parametrize("kind", ["a pickled object", "no numpy stream", "nothing"])
+@pytest.mark.parametrize(
+    "kind",
+    ["a pickled object", *(pytest.param(k, marks=pytest.mark.slow) for k in ("no numpy stream", "nothing"))],
+)
 def test_p08_a_start_whose_streams_cannot_be_restored_trains_no_step(tmp_path: Path, kind: str) -> None:
     """Even where the manifest vouches for the file, on one rank of two."""
     run_file = make_run(tmp_path, steps=6)

@@ -810,7 +810,7 @@ def test_the_text_of_one_rank_is_whole_and_what_a_terminal_would_obey_is_written
 ) -> None:
     told = Told(tmp_path).start().steps(4).write()
     text = "a\x1b[2J b\n" + "word " * 100
-    monkeypatch.setattr("ds_pretrain.data.passages.Tokenizer.decode", lambda self, ids: text)
+    monkeypatch.setattr("ds_pretrain.data.inspect.Tokenizer.decode", lambda self, ids: text)
     for name in ("text", "code"):
         note = json.loads((tmp_path / f"{name}.json").read_text())
         (tmp_path / f"{name}.json").write_text(json.dumps({**note, "tokenizer": "bytes"}))

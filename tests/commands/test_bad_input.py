@@ -16,7 +16,7 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import open_inputs
 from tests.ranks import run_ranks

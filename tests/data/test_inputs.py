@@ -1,5 +1,7 @@
 """What a person names is found, or refused: all of it at once, before anything is written."""
 
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -8,10 +10,8 @@ import pytest
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import inputs as module
-from ds_pretrain.data.documents import read_documents
-from ds_pretrain.data.inputs import Input, find_inputs, identity
-from ds_pretrain.data.writer import IndexedWriter
-from tests.data.test_documents import ROWS, TEXTS, write_rows
+from ds_pretrain.data.indexed import IndexedWriter
+from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity, read_documents
 
 
 def names(inputs: list[Input], folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def test_a_file_with_a_nul_byte_is_refused_by_name_and_left_out_and_said_in_a_fo
 
 
 def test_what_is_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "missing_from_hub", lambda name, kind: None)
+    monkeypatch.setattr(module, "problem_of_name", lambda name, kind: None)
     fill(tmp_path, "texts/a.txt")
     (tmp_path / "link.txt").symlink_to("texts/a.txt")
     here = os.path.relpath(tmp_path)
@@ -120,8 +120,9 @@ def test_every_bad_source_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         find_inputs(["./nothing", str(tmp_path / "empty"), "missing.jsonl", str(tmp_path / "gone")], "file")
     assert len(caught.value.problems) == 4
-    assert "./nothing: no such file or folder; expected either, or the name of a hub data set" in str(
-        caught.value
+    assert (
+        "./nothing: no such file or folder; expected a file, a folder, or the name of a hub data set"
+        in str(caught.value)
     )
     assert "empty: a folder without text, jsonl, parquet or arrow files" in str(caught.value)
 
@@ -130,12 +131,14 @@ def test_every_bad_source_is_reported_at_once(tmp_path: Path) -> None:
 def test_a_name_that_can_only_be_a_path_is_never_asked_of_the_hub(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import huggingface_hub
+
     asked: list[str] = []
-    monkeypatch.setattr(module, "missing_from_hub", lambda name, kind: asked.append(name))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: asked.append(name))
     monkeypatch.chdir("/sys")  # a folder where nothing has a name like these
     if len(name) == 300:
         name = f"./{name}"  # longer than a name may be
-    with pytest.raises(InputError, match="no such file or folder; expected either"):
+    with pytest.raises(InputError, match="no such file or folder; expected a file, a folder"):
         find_inputs([name], "file")
     assert asked == []
 
@@ -254,7 +257,7 @@ def test_another_name_is_a_hub_data_set_and_its_failure_is_explained(monkeypatch
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    monkeypatch.setattr(module, "missing_from_hub", lambda name, kind: None)
+    monkeypatch.setattr(module, "problem_of_name", lambda name, kind: None)
     (one,) = find_inputs(["owner/set:en"], "file")
     with pytest.raises(
         InputError,
@@ -274,3 +277,81 @@ def test_the_identity_follows_names_sizes_and_times() -> None:
         Input("a", "text", 3, 6),
     ]
     assert len({identity([x]) for x in [one, *others]} | {identity([one, one]), identity([])}) == 7
+
+
+ROWS = [{"text": f"row {n}", "other": n} for n in range(1200)]
+TEXTS = [str(row["text"]) for row in ROWS]
+
+
+def read(
+    source: Path | str, document: DocumentMode = "file", start: int = 0, column: str = "text"
+) -> list[str]:
+    (one,) = find_inputs([str(source)], document)
+    return list(read_documents(one, document, column, "train", start))
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_files_with_columns_give_their_rows_from_any_row_on(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path / name, ROWS)
+    for start in (0, 1, 511, 512, 700, 1199, 1200):
+        assert read(path, start=start) == TEXTS[start:]
+
+
+def test_a_text_file_is_one_document_or_its_lines_or_its_paragraphs(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\ntwo\n\n \nthree\n\n")
+    assert read(path) == ["one\r\ntwo\n\n \nthree\n\n"]
+    assert read(path, "line") == ["one", "two", "", " ", "three", ""]
+    assert read(path, "paragraph") == ["one\ntwo", "three"]
+    assert read(path, "paragraph", start=1) == ["three"]
+    path.with_suffix(".txt.gz").write_bytes(gzip.compress(b"packed"))
+    assert read(f"{path}.gz") == ["packed"]
+
+
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    assert read(tmp_path / "a.txt") == ["caf\ufffd"]
+
+
+def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "x"}, {"text": None}, {"text": ""}])
+    assert read(path) == ["x", "", ""]
+
+
+def test_an_unknown_column_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.parquet", ROWS)
+    with pytest.raises(
+        InputError, match=r"no column 'body'; it has 'text', 'other': pass one with --text-column"
+    ):
+        read(path, column="body")
+
+
+def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(InputError, match="column 'other' holds int, expected text"):
+        read(path, column="other")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x00garbage\xff" * 20)
+    with pytest.raises(InputError, match=rf"{name}: cannot be read as .*fix it or leave it out"):
+        read(tmp_path / name)

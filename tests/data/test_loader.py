@@ -14,10 +14,9 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.core.state import RunState, Skip, SkipLedger
 from ds_pretrain.data.filtered import view
-from ds_pretrain.data.indexed import TokenSource, open_source
-from ds_pretrain.data.loader import Batch, Feed, to_micro_batch
-from ds_pretrain.data.validation_set import make_validation_set, validation_batches
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter, TokenSource, open_source
+from ds_pretrain.data.loader import Batch, Feed, to_micro_batch, validation_batches
+from ds_pretrain.data.validation_set import make_validation_set
 from tests.data.in_memory import SEQ_LEN, feed_of, sampler_of, source_of
 
 SOURCES = {"few": source_of(60, 1), "many": source_of(700, 2)}

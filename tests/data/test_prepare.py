@@ -1,5 +1,6 @@
 """Preparing a corpus: what comes out, whatever the workers and however often it is killed."""
 
+import io
 import json
 import os
 import random
@@ -18,21 +19,19 @@ import pytest
 
 from ds_pretrain.commands import cli
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, InputError, Preempted
-from ds_pretrain.data import encode
 from ds_pretrain.data import prepare as prepare_module
-from ds_pretrain.data.indexed import open_source
+from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.inspect import check_source, describe_source
-from ds_pretrain.data.interrupt import interruptible
-from ds_pretrain.data.prepare import Summary, prepare
+from ds_pretrain.data.prepare import Batch, PrepareOptions, Summary, interruptible, prepare
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.data.writer import IndexedWriter
 
 ENDS = ("bin", "idx", "json")
 
 
-def run(sources: list[Path], out: Path, tokenizer: str = "bytes", **options: Any) -> Summary:
+def run(sources: list[Path], out: Path | str, tokenizer: str = "bytes", **options: Any) -> Summary:
     said: list[str] = options.pop("said", [])
-    return prepare([str(s) for s in sources], tokenizer, out, progress=False, say=said.append, **options)
+    chosen = PrepareOptions([str(s) for s in sources], tokenizer, out, progress=False, **options)
+    return prepare(chosen, said.append)
 
 
 def corpus_bytes(prefix: Path) -> list[bytes]:
@@ -78,7 +77,7 @@ def test_the_stream_is_each_document_and_one_separator(folder: Path, tmp_path: P
     assert summary.empty_dropped == len(texts) - len(kept) > 1
     assert summary.longest == max(len(text.encode()) + 1 for text in kept) == source.document_lengths.max()
     assert (summary.replaced, summary.dtype, summary.vocab_size) == (1, "uint16", 257)
-    assert all(path.is_file() for path in summary.paths)
+    assert all((tmp_path / f"out.{end}").is_file() for end in ENDS)
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -153,7 +152,7 @@ def test_workers_do_not_change_the_output(
     rows: Path, folder: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run([rows, folder], tmp_path / "one", workers=1)
-    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(prepare_module, "_BATCH_CHARACTERS", 1000)
     run([rows, folder], tmp_path / "other", workers=workers)
     assert corpus_bytes(tmp_path / "other") == corpus_bytes(tmp_path / "one")
 
@@ -166,11 +165,11 @@ def test_work_that_ends_anywhere_continues_without_starting_over(
     rows: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run([rows, folder], tmp_path / "whole")
-    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(prepare_module, "_BATCH_CHARACTERS", 20_000)
     monkeypatch.setattr(prepare_module, "SYNC_TOKENS", 50_000)
-    read_batches, starts = encode.read_batches, []
+    read_batches, starts = prepare_module.read_batches, []
 
-    def dies_later(*args: Any) -> Iterator[encode.Batch]:
+    def dies_later(*args: Any) -> Iterator[Batch]:
         starts.append(args[2].documents)
         for number, batch in enumerate(read_batches(*args)):
             if number == 15:
@@ -243,12 +242,13 @@ def interrupt(
     rows: Path, out: Path, monkeypatch: pytest.MonkeyPatch, after: int = 20, sync_tokens: int = 50_000
 ) -> None:
     """Leave a prepare of `rows` half done."""
+    read_batches = prepare_module.read_batches
     with monkeypatch.context() as patch:
-        patch.setattr(encode, "_BATCH_CHARACTERS", 20_000)
+        patch.setattr(prepare_module, "_BATCH_CHARACTERS", 20_000)
         patch.setattr(prepare_module, "SYNC_TOKENS", sync_tokens)
 
-        def dies(*args: Any) -> Iterator[encode.Batch]:
-            for number, batch in enumerate(encode.read_batches(*args)):
+        def dies(*args: Any) -> Iterator[Batch]:
+            for number, batch in enumerate(read_batches(*args)):
                 if number == after:
                     raise Killed
                 yield batch
@@ -261,8 +261,8 @@ def interrupt(
 
 SLOW = """
 import sys, time
-from ds_pretrain.data import encode, prepare
-encode._BATCH_CHARACTERS, prepare.SYNC_TOKENS = 5_000, 100_000
+from ds_pretrain.data import prepare
+prepare._BATCH_CHARACTERS, prepare.SYNC_TOKENS = 5_000, 100_000
 encoded = prepare.encode_in_order
 def slowly(*args):
     for item in encoded(*args):
@@ -270,7 +270,8 @@ def slowly(*args):
         yield item
 prepare.encode_in_order = slowly
 folder = sys.argv[1]
-summary = prepare.prepare(sys.argv[2:], folder + "/bpe", folder + "/torn", 2, train_tokenizer_size=300)
+options = prepare.PrepareOptions(sys.argv[2:], folder + "/bpe", folder + "/torn", 2, train_tokenizer_size=300)
+summary = prepare.prepare(options)
 print(summary.resumed_at, summary.documents)
 """
 
@@ -445,7 +446,7 @@ def test_all_that_is_wrong_is_reported_at_once(rows: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("out", ["", ".", "/", "..", "p/..", "p/dir/"])
 def test_a_prefix_without_a_name_is_refused(rows: Path, out: str) -> None:
     with pytest.raises(InputError, match=r"names a folder; expected a corpus in it by its prefix, such as "):
-        prepare([str(rows)], "bytes", out, progress=False)
+        run([rows], out)
 
 
 def test_a_prefix_too_long_for_a_file_is_refused(rows: Path, tmp_path: Path) -> None:
@@ -482,7 +483,7 @@ def test_a_full_disk_says_what_to_do_and_keeps_what_was_synced(
 ) -> None:
     run([rows], tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(encode, "_BATCH_CHARACTERS", 20_000)
+        patch.setattr(prepare_module, "_BATCH_CHARACTERS", 20_000)
         patch.setattr(prepare_module, "SYNC_TOKENS", 50_000)
         add, calls = IndexedWriter.add, [0]
 
@@ -510,8 +511,8 @@ def test_work_is_synced_by_time_too(rows: Path, tmp_path: Path, monkeypatch: pyt
 ENDLESS = """
 import sys, time
 from ds_pretrain.commands import cli
-from ds_pretrain.data import encode, prepare
-encode._BATCH_CHARACTERS = 5_000
+from ds_pretrain.data import prepare
+prepare._BATCH_CHARACTERS = 5_000
 encoded = prepare.encode_in_order
 def slowly(*args):
     for number, item in enumerate(encoded(*args)):
@@ -526,7 +527,10 @@ sys.exit(cli.main(["prepare", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_a_stop_keeps_the_work_and_says_how_to_continue(
     rows: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -572,7 +576,7 @@ def test_a_stop_before_anything_is_written_says_so_and_leaves_nothing(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ds_pretrain.data.training.train_tokenizer", interrupted)
+    monkeypatch.setattr("ds_pretrain.data.tokenizer.train_tokenizer", interrupted)
     with pytest.raises(
         Preempted, match="interrupted before a document was written; the same command starts over"
     ):
@@ -626,3 +630,26 @@ def test_the_command_sees_the_slash_at_the_end_of_a_prefix(
     )
     assert f"'{tmp_path}/dir/' names a folder; expected a corpus in it" in capsys.readouterr().err
     assert not (tmp_path / "dir.bin").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("screen", "enabled"), [(Terminal(), True), (io.StringIO(), True), (Terminal(), False)]
+)
+def test_a_terminal_gets_a_bar_that_is_wiped_and_a_short_call_leaves_nothing_in_a_log(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, enabled: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(prepare_module, "_TERMINAL_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_module, "_BATCH_CHARACTERS", 20_000)
+    prepare(PrepareOptions([str(rows)], "bytes", tmp_path / "out", progress=enabled))
+    if screen.isatty() and enabled:
+        assert "of 1 input: " in screen.getvalue()
+        assert " tokens/s]" in screen.getvalue()
+        assert screen.getvalue().endswith("\r")
+    else:
+        assert screen.getvalue() == ""

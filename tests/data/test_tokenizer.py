@@ -12,10 +12,8 @@ import tokenizers
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import tokenizer as module
-from ds_pretrain.data.indexed import TokenSource, open_source
-from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, tokenizer_of
-from ds_pretrain.data.training import train_tokenizer
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter, TokenSource, open_source
+from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, tokenizer_of, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☃ 𝄞", "<|endoftext|> is text here", ""]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_pretrain.data.writer import IndexedWriter
+from ds_pretrain.data.indexed import IndexedWriter
 from tests.scenario import LLAMA, deepspeed_json
 
 RUN = """

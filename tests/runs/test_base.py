@@ -297,9 +297,9 @@ def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
     make_base(tmp_path / "base", "llama")
     run_file = make_run_from(tmp_path, tmp_path / "base")
     assert main(["check", str(run_file)]) == 0
-    assert "is no folder; name one with a config.json" in refusal(
-        capsys, run_file, f"model.from={tmp_path}/no"
-    )
+    nowhere, config = f"model.from={tmp_path}/no", f"model.config={tmp_path}/base/config.json"
+    assert f"model.from: cannot read {tmp_path}/no/config.json (No such" in refusal(capsys, run_file, nowhere)
+    assert "is no folder; name one with a config.json" in refusal(capsys, run_file, nowhere, config)
     file = tmp_path / "base" / "model.safetensors"
     whole = file.read_bytes()
     for cut, reason in (

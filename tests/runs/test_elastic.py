@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_pretrain.checkpoint import foreign, universal
+from ds_pretrain.checkpoint import universal
 from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
@@ -274,7 +274,7 @@ def test_p16_tied_weights_frozen_parameters_and_buffers_come_back(
 
 def _start_from(world: World, run_file: str, folder: str, accept_missing: tuple[str, ...]) -> Any:
     plan, told = load_plan(run_file), list[str]()
-    found = foreign.opened(Path(folder), accept_missing, world, told.append)
+    found = universal.open_foreign(Path(folder), accept_missing, world, told.append)
     engine: Any = opening.open_run_engine(plan, world)
     state = universal.load(found, engine, plan.run.seed, world, told.append)
     return state, snapshot(engine._engine, world), told

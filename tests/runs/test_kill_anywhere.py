@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint.manifest import step_of
-from ds_pretrain.checkpoint.recovery import recover
+from ds_pretrain.checkpoint.verify import recover
 from ds_pretrain.core.distributed import World
 from tests.checkpoint.test_upload import POINTS
 from tests.ranks import KILLED, run_ranks

@@ -9,7 +9,8 @@ import pytest
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint.manifest import FileEntry
 from ds_pretrain.checkpoint.save import publish
-from ds_pretrain.checkpoint.storage import Places, Problem, assembled
+from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.verify import Problem, assemble
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
@@ -105,7 +106,7 @@ def test_a_file_that_is_another_here_than_where_it_was_written_stops_a_publicati
 
 def test_pieces_that_nobody_has_are_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    outcome = assembled(Places(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World(), print)
+    outcome = assemble(Places(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World(), print)
     assert isinstance(outcome, Problem)
     assert outcome.lasts
     assert outcome.text.endswith("is on no host")

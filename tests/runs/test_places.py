@@ -318,7 +318,7 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
         assert main(["checkpoints", str(run_file), "pin", "4", "--shipped"]) == 0
         said = capsys.readouterr().out
         assert [line.split()[0] for line in said.splitlines()[:3]] == ["step", "6", "4"]
-        assert "step 6  intact\nstep 4  intact\nstep 4 is kept for good" in said
+        assert "step_000000006  intact\nstep_000000004  intact\nstep_000000004 is kept for good" in said
         assert main(["checkpoints", str(run_file), "verify", "5", "--shipped"]) == EXIT_BAD_INPUT
         assert main(["checkpoints", str(run_file), "diff", "4", "6", "--shipped"]) == EXIT_BAD_INPUT
     assert trace(out)[-2:] == trace(tmp_path / "straight" / "out")[-2:]

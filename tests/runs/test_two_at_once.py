@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import foreign, snapshot
 from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import step_name
+from ds_pretrain.checkpoint import snapshot, universal
+from ds_pretrain.checkpoint.manifest import cache_of, step_name
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.storage import Places
-from ds_pretrain.checkpoint.universal_layout import cache_of
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
 from ds_pretrain.training.saver import Saver
@@ -193,5 +192,5 @@ def test_p40_two_conversions_at_once_leave_one_whole_form(tmp_path: Path) -> Non
     ends = run_ranks(_convert_at_once, 2, str(folder))
     refused = f"InputError: {folder} is being converted by another program; wait until "
     assert sorted(end.startswith(refused) for end in ends if end != "converted") in ([], [True]), ends
-    form = foreign.opened(cache_of(folder), [], World(), print)
+    form = universal.open_foreign(cache_of(folder), [], World(), print)
     assert form.state.step == 3

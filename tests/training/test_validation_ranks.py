@@ -11,7 +11,7 @@ from torch.nn import functional
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.data.validation_set import validation_batches
+from ds_pretrain.data.loader import validation_batches
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.training import validation as evaluation_module
 from ds_pretrain.training.setup import open_run_engine, prepare_inputs, validation_sets
