@@ -122,7 +122,7 @@ def hold_run_directory(lock: FileLock, out: Path, setting: str) -> None:
     """Create a run directory if need be and take its lock. On rank 0.
 
     Raises:
-        InputError: it cannot be written (`setting` names the key that asked for it), or another start holds it.
+        InputError: it cannot be written (`setting` names the key), or another start holds it.
     """
     ensure_writable_folder(out, setting)
     lock.take()
