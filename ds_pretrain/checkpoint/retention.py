@@ -21,7 +21,7 @@ from ds_pretrain.checkpoint.manifest import (
     step_of,
 )
 from ds_pretrain.config.timeline import Duration, Multiples
-from ds_pretrain.core.files import write_atomic, write_point
+from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
@@ -105,13 +105,6 @@ def prune(
             shutil.rmtree(torn)
         except OSError as error:
             tell(f"cannot delete {torn}: {error}; training goes on")
-
-
-def note_branch(folder: Path, name: str, out: str) -> None:
-    """Pin a checkpoint for a run that began from it: its name and its run directory."""
-    mark = folder / PINNED
-    before = mark.read_text(encoding="utf-8") if mark.exists() else ""
-    write_atomic(mark, f"{before}{json.dumps({'name': name, 'out': out})}\n")
 
 
 def read_branches(mark: bytes) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, InputError
 from ds_pretrain.core.run_files import read_exit
-from ds_pretrain.training import setup as opening
+from ds_pretrain.training import preflight as opening
 from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.starts import Stop, contents, start
