@@ -2,6 +2,7 @@
 
 import gc
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from tests.engine.small import NO_DROPOUT, scale_sensitive, share, step_on, unev
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow_but
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-PRECISIONS = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+STAGES = pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
+WITH_PRECISIONS = pytest.mark.parametrize(
+    ("stage", "bf16"), slow_but(product((1, 2, 3), (False, True)), (1, True), (2, False), (3, True))
+)
 RATE = 1e-2
 
 COSINE = 'kind = "cosine"\nlength = "24 steps"\npeak = 1e-2\nwarmup = "12 steps"\nfloor = 0.1\n'
@@ -94,8 +98,7 @@ def _poisoned(backward: Any, bad: float) -> Any:
     return lambda self, loss: backward(self, loss * bad)
 
 
-@STAGES
-@PRECISIONS
+@WITH_PRECISIONS
 def test_a_non_finite_gradient_on_one_rank_drops_all_updates(tmp_path: Path, stage: int, bf16: bool) -> None:
     run_file = make_run(tmp_path, deepspeed=deepspeed_json(stage, bf16), model=NO_DROPOUT)
     bad = math.inf if bf16 and stage == 3 else math.nan
@@ -128,8 +131,7 @@ def _flip_bits(world: World, run_file: str) -> Any:
     return base, flipped, engine.digest()
 
 
-@STAGES
-@PRECISIONS
+@WITH_PRECISIONS
 def test_the_digest_sees_a_bit_of_any_master_moment_or_step(tmp_path: Path, stage: int, bf16: bool) -> None:
     run_file = make_run(tmp_path, deepspeed=deepspeed_json(stage, bf16))
     [(base, flipped, again)] = run_ranks(_flip_bits, 1, str(run_file))
@@ -166,8 +168,15 @@ def _save_and_load(world: World, run_file: str, folder: str) -> Any:
     return unmoved, outcomes, decays, names, mapped
 
 
-@pytest.mark.parametrize(("bf16", "num_ranks"), [(False, 1), (False, 2), (True, 2)])
-@STAGES
+@pytest.mark.parametrize(
+    ("stage", "bf16", "num_ranks"),
+    slow_but(
+        [(stage, *more) for stage in (1, 2, 3) for more in ((False, 1), (False, 2), (True, 2))],
+        (1, True, 2),
+        (2, False, 1),
+        (3, False, 2),
+    ),
+)
 def test_what_is_saved_loads_exactly_in_the_live_engine_and_in_a_new_one(
     tmp_path: Path, stage: int, bf16: bool, num_ranks: int
 ) -> None:

@@ -18,6 +18,7 @@ from ds_pretrain.core.run_files import read_ranks
 from tests.launch.test_environment import HARD
 from tests.two_hosts import NAMES, TwoHosts, two_hosts
 
+pytestmark = pytest.mark.slow  # tests/runs/test_two_hosts.py has the one that every run of the tests makes
 REPOSITORY = Path(__file__).parents[2]
 SECRETS = {"WANDB_API_KEY": "secret-of-the-environment", "MLFLOW_TRACKING_PASSWORD": "secret-password"}
 

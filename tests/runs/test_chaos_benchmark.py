@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BAD = """
 import chaos
@@ -15,6 +17,7 @@ chaos.report(tally)
 """
 
 
+@pytest.mark.slow
 def test_a_few_kills_end_with_a_line_that_says_how_many_were_bad() -> None:
     words = [sys.executable, "benchmarks/chaos.py", "--kills", "2", "--steps", "8", "--seed", "5"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

@@ -35,6 +35,7 @@ def _start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Path) -> None:
     """SIGKILL a rank, start, SIGTERM the command, start: bitwise the straight run, and no orphans."""
     run_file = make_run(tmp_path / "run", steps=30, save_every="5 steps")
@@ -61,6 +62,7 @@ def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Pat
     assert len(trace(out)) == 30
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=3)
     deepspeed = Path(sys.executable).with_name("deepspeed")

@@ -22,6 +22,7 @@ from tests.engine.small import step_on, uneven_batch
 from tests.ranks import run_ranks
 from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 # 4.2M parameters: 25 MB of masters and moments a rank, far above what else moves in a process.
 WIDE = {**LLAMA, "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -68,7 +69,7 @@ def _read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.parametrize("stage", [3, slow(1)])
 def test_p24_a_resume_reads_and_holds_the_shards_of_a_rank_and_not_those_of_all(
     tmp_path: Path, stage: int
 ) -> None:

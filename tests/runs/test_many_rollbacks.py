@@ -68,6 +68,7 @@ def _run_held(
         return run_watched(world, run_file, troubles, overrides), found
 
 
+@pytest.mark.slow
 def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_been_none(
     tmp_path: Path,
 ) -> None:

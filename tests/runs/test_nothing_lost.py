@@ -15,6 +15,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import start
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 
 def test_p29_every_sample_of_every_window_is_trained_on_once_over_kills(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def _start_on_a_disk_that_fills_up(
 OPTIONS: dict[str, Any] = {"steps": 5, "batch_tokens": 64, "save_every": "2 steps"}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_p20_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, stage: int) -> None:
     options = OPTIONS | {"deepspeed": deepspeed_json(stage)}
     straight_file = make_run(tmp_path / "straight", **options)

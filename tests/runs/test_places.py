@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Ended, Stop, contents, start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
@@ -48,7 +49,7 @@ def _steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*") if path.is_dir())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
     tmp_path: Path, stage: int
 ) -> None:
@@ -75,9 +76,9 @@ def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("nothing", ""),
+        slow("nothing", ""),
         ("a host", "it is not on"),
-        ("a file", "cannot be read"),
+        slow("a file", "cannot be read"),
         ("a bit", "the checksum of"),
     ],
 )
@@ -124,7 +125,7 @@ def test_without_a_whole_copy_the_checkpoint_before_it_is_used(tmp_path: Path) -
     assert "2 of 6 steps done" in ranks[0].stdout
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [slow(2, 1), (2, 3)])
 def test_another_number_of_ranks_puts_the_hosts_pieces_together(
     tmp_path: Path, before: int, after: int
 ) -> None:
@@ -327,7 +328,7 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
     assert not any(SECRET.encode() in text for text in (*written, *spoken))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_what_was_never_shipped_is_put_together_from_the_hosts_that_have_it(
     tmp_path: Path, stage: int
 ) -> None:
@@ -405,7 +406,7 @@ def _with_a_failing_host(
     return ended
 
 
-@pytest.mark.parametrize("at", ["manifest", "sync the folder"])
+@pytest.mark.parametrize("at", ["manifest", slow("sync the folder")])
 def test_a_publication_that_one_host_cannot_make_is_made_by_none(tmp_path: Path, at: str) -> None:
     run_file, overrides = _local(tmp_path / "run")
     hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
@@ -438,7 +439,7 @@ def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> N
     assert "is where checkpoints are saved; name another place" in ended.stderr
 
 
-@pytest.mark.parametrize("step", [0, 2, 99])
+@pytest.mark.parametrize("step", [slow(0), 2, slow(99)])
 def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int) -> None:
     run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
     run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))

@@ -30,6 +30,7 @@ from tests.runs.chaos import at_write_points, look
 from tests.runs.golden import trace
 from tests.runs.starts import Ended, start
 from tests.scenario import make_run
+from tests.tiers import slow
 
 STEPS = 60
 COMMAND = [sys.executable, "-m", "ds_pretrain", "train"]
@@ -79,6 +80,7 @@ PLACES = [
     Term((0, 1), "step", again=True),
     Term((0,), "background write", again=True),
 ]
+SOME = [PLACES[at] for at in (0, 2, 4, 5, 7, 12)]
 SEEDED = random.Random(2)
 RANKS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 MOMENTS = [
@@ -175,13 +177,15 @@ def _stop_at_each(folder: Path, terms: list[Term], straight: list[dict[str, Any]
             return
 
 
+@pytest.mark.parametrize("places", [SOME, slow(PLACES)], ids=["some", "all"])
 def test_p50_a_signal_at_any_place_of_the_code_saves_and_is_resumed_exactly(
-    tmp_path: Path, straight: list[dict[str, Any]]
+    tmp_path: Path, straight: list[dict[str, Any]], places: list[Term]
 ) -> None:
     assert {"start", *(term.at for term in PLACES)} == {*BY_CALL, *BY_WRITE_POINT}
-    _stop_at_each(tmp_path, PLACES, straight)
+    _stop_at_each(tmp_path, places, straight)
 
 
+@pytest.mark.slow
 def test_p50_a_signal_at_25_random_moments_saves_and_is_resumed_exactly(
     tmp_path: Path, straight: list[dict[str, Any]]
 ) -> None:
@@ -248,14 +252,16 @@ def _to_every_process(process: subprocess.Popen[str], ranks: tuple[RankRecord, .
         os.kill(pid, signal.SIGTERM)
 
 
-def test_p50_signals_through_the_real_command(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+SENDS = [(_to_the_command, False), (_to_one_rank, True), (_to_every_process, True)]
+
+
+@pytest.mark.parametrize("sends", [SENDS[:1], slow(SENDS)], ids=["to the command", "to each"])
+def test_p50_signals_through_the_real_command(
+    tmp_path: Path, straight: list[dict[str, Any]], sends: list[Any]
+) -> None:
     run_file = _make(tmp_path)
     out, steps_before = tmp_path / "out", 0
-    for send, wait_for_a_step in (
-        (_to_the_command, False),
-        (_to_one_rank, True),
-        (_to_every_process, True),
-    ):
+    for send, wait_for_a_step in sends:
         process = _launch(run_file)
         try:
             _wait_until(process, lambda: len(read_ranks(out)) == 2)

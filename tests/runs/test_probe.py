@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import run_rank
 from tests.runs.starts import Ended, Stop, start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
@@ -31,7 +32,7 @@ def _said(out: Path) -> str:
     return str([r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"][-1]["probe"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_p16_every_checkpoint_has_a_probe_and_a_resumed_run_has_its_loss(tmp_path: Path, stage: int) -> None:
     """Of the step after it, or, where none comes, of the batch just trained on; with dropout, bit for bit."""
     run_file = make_run(tmp_path, steps=6, save_every="2 steps", deepspeed=deepspeed_json(stage))
@@ -77,7 +78,7 @@ def _restored_loss(world: World, run_file: str) -> float:
     return losses[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, slow(4)])
 def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
     options: dict[str, Any] = {"steps": 5, "save_every": "2 steps", "model": PLAIN, "micro_sequences": 1}
     run_file = make_run(tmp_path, **options)
@@ -179,13 +180,13 @@ def before_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("change", "num_ranks", "said"),
     [
         (("", ""), 2, SAME),
-        (('name = "long"', 'name = "anneal"'), 1, SAME),
-        (('start = "4 steps"', 'start = "5 steps"'), 1, OTHER_POSITIONS.format("main")),
+        slow(('name = "long"', 'name = "anneal"'), 1, SAME),
+        slow(('start = "4 steps"', 'start = "5 steps"'), 1, OTHER_POSITIONS.format("main")),
         (("theta = 5e4", "theta = 7e4"), 1, OTHER_POSITIONS.format("long")),
-        (("theta = 5e4", 'kind = "yarn", factor = 4'), 1, OTHER_POSITIONS.format("long")),
-        (("seq_len = 32", "seq_len = 128"), 1, OTHER_BATCH),
+        slow(("theta = 5e4", 'kind = "yarn", factor = 4'), 1, OTHER_POSITIONS.format("long")),
+        slow(("seq_len = 32", "seq_len = 128"), 1, OTHER_BATCH),
         (("text = 1.0", "text = 0.5, code = 0.5"), 1, OTHER_DATA),
-        (
+        slow(
             ("[batch]\ntokens = 128", '[batch]\ntokens = 256\nramp = { "0" = "128", "4 steps" = "256" }'),
             1,
             OTHER_DATA,

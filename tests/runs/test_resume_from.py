@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Stop, start
 from tests.scenario import LLAMA, make_run
+from tests.tiers import slow
 
 OPTIONS: dict[str, Any] = {
     "steps": 6,
@@ -39,7 +40,7 @@ def _child(tmp_path: Path, origin: Path) -> tuple[Path, tuple[str, ...]]:
     return run_file, (f"resume_from={origin}", f"out={tmp_path}/child")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, slow(3)])
 def test_a_run_begins_where_the_other_ones_checkpoint_stands_and_trains_what_that_would_have(
     tmp_path: Path, num_ranks: int
 ) -> None:

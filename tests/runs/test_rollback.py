@@ -16,6 +16,7 @@ from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import trace
 from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick
+from tests.tiers import slow
 
 BATCH = 8  # samples of a step
 POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
@@ -75,6 +76,7 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
     return set(sampler.skipped(skip).listed())
 
 
+@pytest.mark.slow
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(run_sick, 2, str(run_file), Fault("state", 22))
@@ -135,6 +137,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert len(trace(out)) == 40
 
 
+@pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     stops = (str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
@@ -161,6 +164,7 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
         assert (ended, words in said) == (code, True), said
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("data", 38 * BATCH, 40 * BATCH))
@@ -197,6 +201,7 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
     assert "ZeRO-3, overlap_comm = true; to rule it out set" in warning["message"]
 
 
+@pytest.mark.slow
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
     ranks = run_ranks(run_sick, 2, str(spent), POISON, ("watchdog.rollbacks=1",))
@@ -216,11 +221,14 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     assert _events(out, "rollback") == []
 
 
-def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [CURE_POINTS, slow((*CURE_POINTS, "leave", "load"))], ids=["some", "all"])
+def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
+    tmp_path: Path, kills: tuple[str, ...]
+) -> None:
     """Before the replay is written down, after it, and as the skip begins to load: bitwise all the same."""
     whole_file, cut_file = make_sick_run(tmp_path / "whole"), make_sick_run(tmp_path / "cut")
     whole = run_ranks(run_sick, 2, str(whole_file), POISON)
-    for kill_at in (*CURE_POINTS, "leave", "load"):
+    for kill_at in kills:
         ended = run_ranks(run_sick, 2, str(cut_file), POISON, (), kill_at, allow_kill=True)
         assert ended == [KILLED] * 2, kill_at
     cut = run_ranks(run_sick, 2, str(cut_file), POISON)

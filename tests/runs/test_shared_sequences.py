@@ -19,6 +19,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.sick import Fault, make_sick_run, run_sick
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 LONG, LAST = 6, 12
 PHASE = f"""
@@ -74,7 +75,7 @@ def _same_run(out: Path, unshared: Any, rel: float) -> None:
         assert [record[key] for record in here] == pytest.approx([r[key] for r in there], rel=rel), key
 
 
-@pytest.mark.parametrize(("num_ranks", "shared", "stage"), [(2, 2, 3), (4, 2, 1)])
+@pytest.mark.parametrize(("num_ranks", "shared", "stage"), [(2, 2, 3), slow(4, 2, 1)])
 def test_a_shared_run_reads_learns_and_measures_as_an_unshared_one(
     unshared: Any, tmp_path: Path, num_ranks: int, shared: int, stage: int
 ) -> None:
@@ -119,6 +120,7 @@ def _stop(world: World, run_file: str, step: int) -> None:
         train(plan, world, stop, RunLock(plan.out), Wish(step))
 
 
+@pytest.mark.slow
 def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_again(tmp_path: Path) -> None:
     run_file = _make(tmp_path, 2)
     run_ranks(_stop, 2, str(run_file), LONG + 1)  # no step follows whose loss could be taken
@@ -128,6 +130,7 @@ def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_ag
     assert f"its loss on the first micro-batches of step {LONG + 1} is what it was" in probe
 
 
+@pytest.mark.slow
 def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_path: Path) -> None:
     run_file = _make(tmp_path, 1)
     samples: dict[int, Any] = {}
@@ -144,6 +147,7 @@ def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_
     assert main(["audit", str(tmp_path / "out"), "--all"]) == 0
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_path: Path) -> None:
     config = {**deepspeed_json(), "sequence_parallel_size": 2}
     run_file = make_sick_run(tmp_path, deepspeed=config)
@@ -158,6 +162,7 @@ def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_pat
     assert all(a == b and c == d for a, b, c, d in told["rank_losses"].values())
 
 
+@pytest.mark.slow
 def test_with_dropout_the_loss_of_a_checkpoint_is_not_compared_by_ranks_that_share_otherwise(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from ds_pretrain.core.errors import EXIT_PREEMPTED
 from ds_pretrain.core.run_files import read_exit, read_ranks
 from tests.ranks import run_ranks
@@ -28,6 +30,7 @@ def test_zero3_over_two_hosts_gives_the_losses_of_one_host(tmp_path: Path) -> No
     assert trace(out) == trace(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_p22_a_host_that_lost_its_disk_fetches_its_shards_and_the_run_is_bitwise_the_uninterrupted_one(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ from ds_pretrain.engine import partitions
 from ds_pretrain.training.resume import Wish
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run
+from tests.tiers import slow_but
 
 K = 2
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # so that a random stream bears on nothing else
@@ -271,7 +272,7 @@ PLANTS: dict[str, tuple[Plant, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("plant", "named"), PLANTS.values(), ids=PLANTS)
+@pytest.mark.parametrize(("plant", "named"), slow_but(PLANTS.values(), PLANTS["a random stream"]), ids=PLANTS)
 def test_what_a_resume_changes_is_named(
     plant: Plant, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

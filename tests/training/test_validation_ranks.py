@@ -20,6 +20,7 @@ from tests.engine.small import whole_model
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace, validations
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 
 def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) -> Any:
@@ -100,7 +101,7 @@ def _as_before(engine: Any, chosen: Any, world: World) -> float | None:
     return nll / count
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_the_validation_loss_is_plain_torchs_mean_on_any_number_of_ranks(tmp_path: Path, stage: int) -> None:
     """P-43: seven samples, which neither 2 nor 3 ranks nor micro-batches of 2 divide; no rank waits."""
     run_file = make_run(tmp_path, micro_sequences=2, batch_tokens=16 * 12, deepspeed=deepspeed_json(stage))
