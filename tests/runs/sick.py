@@ -29,6 +29,7 @@ UNSEEN = 5  # a token that no text holds
 OPTIONS: dict[str, Any] = {
     "steps": 40,
     "batch_tokens": 128,
+    "micro_sequences": 4,
     "save_every": "2 steps",
     "model": {**LLAMA, "attention_dropout": 0.0},
 }

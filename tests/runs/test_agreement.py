@@ -22,7 +22,8 @@ LABELS = Trouble("labels", 13 * SEQUENCES, 16 * SEQUENCES, rank=0)  # what steps
 
 
 def _run(folder: Path, num_ranks: int, trouble: Trouble) -> list[Watched]:
-    run_file = make_sick_run(folder, WATCHDOG, steps=24, batch_tokens=16 * SEQUENCES, save_every="3 steps")
+    batch = {"batch_tokens": 16 * SEQUENCES, "micro_sequences": SEQUENCES // num_ranks}
+    run_file = make_sick_run(folder, WATCHDOG, steps=24, save_every="3 steps", **batch)
     ranks: list[Watched] = run_ranks(run_watched, num_ranks, str(run_file), [trouble])
     return ranks
 

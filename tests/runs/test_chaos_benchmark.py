@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # the program; tests/runs/test_kill_anywhere.py kills the same runs
 ROOT = Path(__file__).parents[2]
 BAD = """
 import chaos
@@ -17,7 +18,6 @@ chaos.report(tally)
 """
 
 
-@pytest.mark.slow
 def test_a_few_kills_end_with_a_line_that_says_how_many_were_bad() -> None:
     words = [sys.executable, "benchmarks/chaos.py", "--kills", "2", "--steps", "8", "--seed", "5"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

@@ -20,13 +20,12 @@ from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.training import setup as opening
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 from tests.runs.elastic import (
     Outcome,
     convert_here,
     losses,
     restore_and_save,
-    run_each,
     run_elastic,
     same,
     snapshot,
@@ -74,16 +73,17 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for world, run_file in files.items():
         straight[world] = run_ranks(run_elastic, world, str(run_file))
         found[world] = losses(run_file)
-        run_ranks(convert_here, 1, str(run_file.parent / "out" / "checkpoints" / f"step_{STEP:09d}"))
+    saved = [file.parent / "out" / "checkpoints" / f"step_{STEP:09d}" for file in files.values()]
+    run_ranks_each(convert_here, 1, *((str(checkpoint),) for checkpoint in saved))
     for after in worlds:
         sources = [before for before in worlds if before != after]
         runs = [
             _continued(files[before], folder / f"{before}-{after}", deepspeed=SMALL_SUB_GROUPS)
             for before in sources
         ]
-        ranks = run_ranks(run_each, after, [str(run) for run in runs])
-        for place, (before, run) in enumerate(zip(sources, runs, strict=True)):
-            continued[before, after] = [outcomes[place] for outcomes in ranks]
+        ended = run_ranks_each(run_elastic, after, *((str(run),) for run in runs))
+        for before, run, ranks in zip(sources, runs, ended, strict=True):
+            continued[before, after] = ranks
             found[before, after] = losses(run)
     yield Pairs(straight, continued, found)
     shutil.rmtree(folder)

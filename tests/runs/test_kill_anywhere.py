@@ -99,16 +99,17 @@ def _kill(run_file: Path, kill: Kill, before: Left, ranks: int = 2, overrides: t
     return after
 
 
-Straight = Callable[[int], tuple[list[Any], Path]]
+Straight = Callable[..., tuple[list[Any], Path]]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """By ZeRO stage, what each rank of a run that was never killed returned, and its run directory."""
+    """By ZeRO stage and length, what each rank of a run that was never killed returned, and its directory."""
 
     @cache
-    def train(stage: int) -> tuple[list[Any], Path]:
-        run_file = _make(tmp_path_factory.mktemp("straight"), deepspeed=deepspeed_json(stage))
+    def train(stage: int, steps: int = 40) -> tuple[list[Any], Path]:
+        folder = tmp_path_factory.mktemp("straight")
+        run_file = _make(folder, deepspeed=deepspeed_json(stage), steps=steps)
         return run_ranks(run_killed, 2, str(run_file), None), run_file.parent / "out"
 
     return train
@@ -126,24 +127,24 @@ def _assert_bitwise(
 
 
 @pytest.mark.parametrize(
-    ("stage", "kills"),
+    ("stage", "steps", "kills"),
     [
-        pytest.param(3, SOME, id="one of a kind"),
-        slow(3, WRITES[: len(WRITTEN)], id="write"),
-        slow(3, WRITES[len(WRITTEN) :: 3], id="sync"),
-        slow(3, [*PUBLISHING, *PRUNING], id="publish and prune"),
-        slow(1, MOMENTS, id="random moments"),
+        pytest.param(3, 20, SOME, id="one of a kind"),
+        slow(3, 40, WRITES[: len(WRITTEN)], id="write"),
+        slow(3, 40, WRITES[len(WRITTEN) :: 3], id="sync"),
+        slow(3, 40, [*PUBLISHING, *PRUNING], id="publish and prune"),
+        slow(1, 40, MOMENTS, id="random moments"),
     ],
 )
 def test_p19_a_run_killed_in_every_way_is_bitwise_the_run_that_never_was(
-    tmp_path: Path, straight: Straight, stage: int, kills: list[Kill]
+    tmp_path: Path, straight: Straight, stage: int, steps: int, kills: list[Kill]
 ) -> None:
-    run_file = _make(tmp_path, deepspeed=deepspeed_json(stage))
+    run_file = _make(tmp_path, deepspeed=deepspeed_json(stage), steps=steps)
     assert sum(kill.seconds or 0 for kill in kills) < 40 * 0.2
     left = Left(0, 0, 0, ())
     for kill in kills:
         left = _kill(run_file, kill, left, overrides=("checkpoint.keep=2",))
-    _assert_bitwise(run_file, straight(stage), ("checkpoint.keep=2",))
+    _assert_bitwise(run_file, straight(stage, steps), ("checkpoint.keep=2",))
 
 
 @pytest.mark.parametrize("kills", [[CONVERTING[2], CONVERTING[4]], slow(CONVERTING)], ids=["some", "all"])
@@ -168,7 +169,7 @@ def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(
 def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bits(
     tmp_path: Path, straight: Straight, kills: list[Kill]
 ) -> None:
-    run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3)), tmp_path / "vault"
+    run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3), steps=8), tmp_path / "vault"
     overrides = (f"checkpoint.ship_to={vault}",)
     assert [ended.code for ended in run_ranks(start, 2, str(run_file), overrides)] == [0, 0]
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # the disk is lost; at the place, what came after step 4
@@ -181,7 +182,7 @@ def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bi
         assert run_ranks(run_killed, 2, str(run_file), kill, overrides, allow_kill=True) == [KILLED] * 2, kill
         assert look(tmp_path / "out").torn == (), kill
         assert look(tmp_path / "out").newest == 0, kill
-    _assert_bitwise(run_file, straight(3), overrides)
+    _assert_bitwise(run_file, straight(3, 8), overrides)
 
 
 def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
