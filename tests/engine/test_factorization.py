@@ -55,7 +55,6 @@ def test_p31_loss_norm_and_update_do_not_depend_on_the_split(
         _run_file(tmp_path, stage),
         8,
         [1, 2, 4],
-        timeout_seconds=240,
     )
     for losses, z_losses, norms, _, runs in results:
         assert losses[0] != pytest.approx(losses[1], rel=1e-4)
@@ -78,7 +77,6 @@ def test_p27_the_norm_is_before_clipping_and_the_update_is_clipped_as_torch_does
         _run_file(tmp_path, stage, 0.05),
         6,
         micros,
-        timeout_seconds=240,
     )
     for _, _, norms, factors, runs in results:
         assert min(norms) > 0.5  # far above what it is clipped to

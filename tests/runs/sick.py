@@ -59,6 +59,10 @@ class Fault:
     rank: int = 1
 
 
+BATCH = 8  # samples of a step
+POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
+
+
 def make_sick_run(folder: Path, watchdog: str = WATCHDOG, **more: Any) -> Path:
     run_file = make_run(folder, **{**OPTIONS, **more})
     run_file.write_text(run_file.read_text() + watchdog)

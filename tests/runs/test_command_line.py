@@ -24,7 +24,7 @@ def _steps(out: Path) -> int:
 
 
 def _wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while _steps(out) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "the run did not get going"
@@ -45,13 +45,13 @@ def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Pat
     process = _start(*words)
     _wait_for_step(process, out, 7)
     os.kill(read_ranks(out)[1].pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output
 
     process = _start(*words)
     _wait_for_step(process, out, 12)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 75, output
     assert read_exit(out) == 75
 
@@ -75,7 +75,7 @@ def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
         str(run_file),
         "schedule.peak=2e-3",
     ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trace(tmp_path / "run/out")[2]["learning_rate"] == pytest.approx(2e-3)
     assert json.loads((tmp_path / "run/out/checkpoints/step_000000003/manifest.json").read_text())[
@@ -86,7 +86,7 @@ def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
 def test_bad_input_through_the_launcher_is_one_message_and_code_2(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run")
     done = subprocess.run(
-        [*COMMAND, "train", str(run_file), "--ranks", "3"], capture_output=True, text=True, timeout=60
+        [*COMMAND, "train", str(run_file), "--ranks", "3"], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2
     assert "world sizes that do: 1, 2, 4" in done.stderr

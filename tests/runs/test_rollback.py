@@ -14,12 +14,10 @@ from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
+from tests.runs.conftest import Trained
 from tests.runs.golden import trace
-from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick
+from tests.runs.sick import BATCH, CURE_POINTS, POISON, Fault, make_sick_run, run_sick
 from tests.tiers import slow
-
-BATCH = 8  # samples of a step
-POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
 
 
 def _events(out: Path, kind: str) -> list[Any]:
@@ -31,12 +29,10 @@ def _final_loss(out: Path) -> float:
 
 
 def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_been_there(
-    tmp_path: Path,
+    healthy_run: Trained, healed_run: Trained
 ) -> None:
-    clean_file, sick_file = make_sick_run(tmp_path / "clean"), make_sick_run(tmp_path / "sick")
-    run_ranks(run_sick, 2, str(clean_file), None)
-    ranks = run_ranks(run_sick, 2, str(sick_file), POISON)
-    out = tmp_path / "sick" / "out"
+    ranks, sick_file = healed_run
+    out = sick_file.parent / "out"
     assert [code for code, _, _ in ranks] == [0, 0]
     rollbacks = _events(out, "rollback")
     assert [r["response"] for r in rollbacks] == ["replay", "skip"]
@@ -46,7 +42,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert skip.start <= POISON.first
     assert skip.stop >= POISON.stop
     [(_, _, (_, _, samples)), _] = ranks
-    assert _final_loss(out) == pytest.approx(_final_loss(tmp_path / "clean" / "out"), abs=0.05)
+    assert _final_loss(out) == pytest.approx(_final_loss(healthy_run[1].parent / "out"), abs=0.05)
     assert len(trace(out)) == 40
     assert "going on from the calm checkpoint of step" in ranks[0][1]
     assert len(samples) >= 40
@@ -85,15 +81,16 @@ def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path)
     assert read_cure(tmp_path / "out").ledger.skips == ()
 
 
-def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(tmp_path: Path) -> None:
-    clean_file, sick_file = make_sick_run(tmp_path / "clean"), make_sick_run(tmp_path / "sick")
-    clean = run_ranks(run_sick, 2, str(clean_file), None)
-    sick = run_ranks(run_sick, 2, str(sick_file), Fault("passing", 22))
-    assert [r["response"] for r in _events(tmp_path / "sick" / "out", "rollback")] == ["replay"]
+def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
+    healthy_run: Trained, tmp_path: Path
+) -> None:
+    clean, clean_file = healthy_run
+    sick = run_ranks(run_sick, 2, str(make_sick_run(tmp_path)), Fault("passing", 22))
+    out = tmp_path / "out"
+    assert [r["response"] for r in _events(out, "rollback")] == ["replay"]
     assert [ended[0] for _, _, ended in sick] == [ended[0] for _, _, ended in clean]
-    losses = [[step["loss"] for step in trace(tmp_path / name / "out")] for name in ("clean", "sick")]
+    losses = [[step["loss"] for step in trace(place)] for place in (clean_file.parent / "out", out)]
     assert losses[0] == losses[1]
-    out = tmp_path / "sick" / "out"
     [compared] = _events(out, "compared")
     assert (compared["finding"], compared["first_difference"], compared["ranks"]) == ("passing_fault", 23, [])
     assert "so the update of step 22 or the weights after it" in compared["message"]
@@ -223,23 +220,23 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [CURE_POINTS, slow((*CURE_POINTS, "leave", "load"))], ids=["some", "all"])
 def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
-    tmp_path: Path, kills: tuple[str, ...]
+    healed_run: Trained, tmp_path: Path, kills: tuple[str, ...]
 ) -> None:
     """Before the replay is written down, after it, and as the skip begins to load: bitwise all the same."""
-    whole_file, cut_file = make_sick_run(tmp_path / "whole"), make_sick_run(tmp_path / "cut")
-    whole = run_ranks(run_sick, 2, str(whole_file), POISON)
+    whole, whole_file = healed_run
+    cut_file = make_sick_run(tmp_path)
     for kill_at in kills:
         ended = run_ranks(run_sick, 2, str(cut_file), POISON, (), kill_at, allow_kill=True)
         assert ended == [KILLED] * 2, kill_at
     cut = run_ranks(run_sick, 2, str(cut_file), POISON)
     assert [code for code, _, _ in cut] == [0, 0]
-    out = tmp_path / "cut" / "out"
+    out = tmp_path / "out"
     assert len(read_cure(out).ledger.skips) == 1
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
     assert [ended[0] for _, _, ended in cut] == [ended[0] for _, _, ended in whole]
-    assert trace(out)[-10:] == trace(tmp_path / "whole" / "out")[-10:]
+    assert trace(out)[-10:] == trace(whole_file.parent / "out")[-10:]
     for kind in ("rollback", "suspects"):  # told at the next start where the process died before it
         assert [told["incident"] for told in _events(out, kind)] == [1, 2], kind
-    told, whole_told = _events(out, "suspects"), _events(tmp_path / "whole" / "out", "suspects")
+    told, whole_told = _events(out, "suspects"), _events(whole_file.parent / "out", "suspects")
     assert [one["samples"] for one in told] == [one["samples"] for one in whole_told]
     assert [one["finding"] for one in _events(out, "compared")] == ["data_or_state"]

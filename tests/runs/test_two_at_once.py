@@ -167,7 +167,7 @@ def test_p40_two_prepares_of_one_corpus_at_once_leave_one_whole_corpus(tmp_path:
         subprocess.Popen([*command, "--out", str(tmp_path / "both")], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in both]
+    said = [process.communicate(timeout=600)[1] for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes in ([0, 0], [0, EXIT_BAD_INPUT]), said
     assert not any("Traceback" in text for text in said), said

@@ -57,7 +57,7 @@ def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> 
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-2:] == [
