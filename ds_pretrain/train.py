@@ -295,4 +295,9 @@ def _tell(world: World) -> Callable[[object], None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # threads that gloo leaves can abort an interpreter that takes itself apart: not an exit code

@@ -62,7 +62,6 @@ def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Pat
     assert len(trace(out)) == 30
 
 
-@pytest.mark.slow
 def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=3)
     deepspeed = Path(sys.executable).with_name("deepspeed")

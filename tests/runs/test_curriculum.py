@@ -131,7 +131,7 @@ def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
 
 
 def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind_it(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_sick_run(tmp_path, micro_sequences=2)
     second = (
         '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
     )

