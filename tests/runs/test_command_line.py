@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.core.run_files import read_exit, read_ranks
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.scenario import make_run
 
@@ -67,8 +67,7 @@ def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
     deepspeed = Path(sys.executable).with_name("deepspeed")
     argv = [
         str(deepspeed),
-        "--num_gpus",
-        "1",
+        *("--num_gpus", "1", "--master_port", str(free_port())),  # another worker's tests may launch as well
         "--module",
         "ds_pretrain.train",
         str(run_file),
