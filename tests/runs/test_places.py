@@ -541,7 +541,7 @@ def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path
         ("checkpoint.ship_to={out}", "is the run directory; name another place"),
         ("checkpoint.ship_to={file}", "is not a folder"),
         ("checkpoint.local={file}", "is not a folder"),
-        ("checkpoint.local=s3://vault", "is a URL; write a folder of the host itself"),
+        ("checkpoint.local=s3://vault", "is not a path on this host; write one like"),
     ],
 )
 def test_check_finds_places_that_cannot_be(
