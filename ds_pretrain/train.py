@@ -259,4 +259,9 @@ def _record_exit(plan: Plan, code: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # threads that gloo leaves can abort an interpreter that takes itself apart: not an exit code

@@ -31,6 +31,9 @@ PRELOAD = [
     "tests.frozen",
 ]
 
+# Only a deadlock takes so long: on a busy machine a test of seconds may take minutes.
+TIMEOUT_SECONDS = 600.0
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -59,7 +62,7 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_seconds: float = 120,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     allow_kill: bool = False,
     backend: str = "gloo",
 ) -> list[Any]:
@@ -87,6 +90,25 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def run_ranks_each(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *calls: tuple[Any, ...],
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> list[list[Any]]:
+    """Call `function(world, *call)` for one call after another in one group of ranks; their results in order.
+
+    Starting ranks costs as much as a few steps of a small run, so what kills nobody and patches nothing for
+    good may share a start.
+    """
+    ranks = run_ranks(_call_each, num_ranks, function, calls, timeout_seconds=timeout_seconds)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+def _call_each(world: World, function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    return [function(world, *call) for call in calls]
 
 
 def _collect(pipes: list[Connection], processes: list[Any], deadline: float, allow_kill: bool) -> list[Any]:

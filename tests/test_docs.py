@@ -1,12 +1,16 @@
 """The documentation names what is there, and nothing that is not."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 from ds_pretrain.config.loader import section_models
 from ds_pretrain.config.schema import Run, SourceSection
+from tests.conftest import DEFAULT_TIER
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,3 +62,38 @@ def test_the_page_of_field_problems_lists_the_tests_that_are_named_after_them() 
         for number in re.findall(r"^def test_p(\d+)_", path.read_text(), re.MULTILINE):
             found.setdefault(number, set()).add(path.relative_to(ROOT / "tests").as_posix())
     assert documented == found
+
+
+@pytest.fixture(scope="module")
+def default_tier(request: pytest.FixtureRequest) -> set[str]:
+    """`runs/test_x.py::test_name` of every test that `make test` runs."""
+    if {(ROOT / word).resolve() for word in request.config.args} & {ROOT, ROOT / "tests"}:
+        return request.config.stash[DEFAULT_TIER]
+    # A part of the tests was asked for.
+    words = ["--collect-only", "-q", "-m", "not slow", "-o", "addopts=", "-p", "no:cacheprovider"]
+    run = [sys.executable, "-m", "pytest", *words, str(ROOT / "tests")]
+    listed = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stdout
+    return {line.removeprefix("tests/").partition("[")[0] for line in listed.stdout.splitlines()}
+
+
+def test_each_promise_is_proved_by_tests_of_the_default_tier(default_tier: set[str]) -> None:
+    rows = re.findall(
+        r"^\| (?!promise|code|-)(.+) \| (.+) \|$", (ROOT / "docs/promises.md").read_text(), re.MULTILINE
+    )
+    proofs = {promise: re.findall(r"`([^`]+)`", tests) for promise, tests in rows}
+    assert len(proofs) >= 50
+    assert [promise for promise, tests in proofs.items() if not tests] == []
+    assert {test for tests in proofs.values() for test in tests} - default_tier == set()
+
+
+def test_each_exit_code_is_among_the_promises() -> None:
+    from ds_pretrain.core import errors
+
+    codes = re.findall(r"^\| (\d+): ", (ROOT / "docs/promises.md").read_text(), re.MULTILINE)
+    assert {int(code) for code in codes} == set(errors.EXIT_MEANINGS)
+
+
+def test_each_field_problem_has_a_test_of_the_default_tier(default_tier: set[str]) -> None:
+    numbers = re.findall(r"^\| P-(\d+) ", (ROOT / "docs/field-problems.md").read_text(), re.MULTILINE)
+    assert [n for n in numbers if not any(f"::test_p{n}_" in test for test in default_tier)] == []

@@ -6,7 +6,7 @@ Nothing is named in a place that two runs of the tests share, and all of it ends
 it, however that one ends.
 
     with two_hosts(tmp_path) as hosts:
-        done = hosts.run([sys.executable, "-m", "ds_pretrain", ...], cwd=folder, timeout=120)
+        done = hosts.run([sys.executable, "-m", "ds_pretrain", ...], cwd=folder, timeout=600)
 """
 
 import os
@@ -205,7 +205,7 @@ def _host(folder: Path, index: int) -> Iterator[int]:
 
 
 def _only_child(pid: int) -> int:
-    deadline = monotonic() + 20
+    deadline = monotonic() + 120
     while monotonic() < deadline:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if children and os.readlink(f"/proc/{children[0]}/ns/net") != os.readlink("/proc/self/ns/net"):
@@ -229,9 +229,9 @@ def _ip(words: list[str]) -> None:
 
 
 def _wait_for_ssh(hosts: TwoHosts) -> None:
-    deadline = monotonic() + 30
+    deadline = monotonic() + 120
     for address in NAMES:
-        while (answer := hosts.run(["ssh", address, "true"], hosts.folder, timeout=20)).returncode:
+        while (answer := hosts.run(["ssh", address, "true"], hosts.folder, timeout=60)).returncode:
             if monotonic() > deadline:
                 logs = "".join((hosts.folder / f"sshd_{i}.log").read_text() for i in range(2))
                 raise AssertionError(f"no ssh to {address}: {answer.stdout}\n{logs}")

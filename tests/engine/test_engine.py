@@ -2,6 +2,7 @@
 
 import gc
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from ds_pretrain.train import main
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, scale_sensitive, share, step_on, uneven_batch, whole_weights
-from tests.ranks import KILLED, run_ranks
+from tests.ranks import KILLED, run_ranks, run_ranks_each
 from tests.runs.golden import run_rank, trace
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow, slow_but
 
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-PRECISIONS = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+STAGES = pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
+WITH_PRECISIONS = pytest.mark.parametrize(
+    ("stage", "bf16"), slow_but(product((1, 2, 3), (False, True)), (1, True), (2, False), (3, True))
+)
 RATE = 1e-2
 
 COSINE = 'kind = "cosine"\nlength = "24 steps"\npeak = 1e-2\nwarmup = "12 steps"\nfloor = 0.1\n'
@@ -33,7 +37,7 @@ def _with_schedule(run_file: Path, schedule: str) -> Path:
     return run_file
 
 
-@pytest.mark.parametrize("schedule", [COSINE, WSD], ids=["cosine", "wsd"])
+@pytest.mark.parametrize("schedule", [COSINE, slow(WSD)], ids=["cosine", "wsd"])
 def test_p10_the_rates_in_the_live_groups_after_a_resume_are_the_uninterrupted_ones(
     tmp_path: Path, schedule: str
 ) -> None:
@@ -52,17 +56,22 @@ def test_p10_the_rates_in_the_live_groups_after_a_resume_are_the_uninterrupted_o
 
 
 def test_p11_a_step_is_an_optimizer_step_whatever_the_accumulation_and_the_world(tmp_path: Path) -> None:
-    seen = []
+    seen: list[dict[int, list[float]]] = []
     for num_ranks in (1, 2):
-        for accumulation in (1, 4):
-            folder = tmp_path / f"{num_ranks}x{accumulation}"
-            batch_tokens = 16 * num_ranks * accumulation
-            run_file = make_run(folder, steps=8, micro_sequences=1, batch_tokens=batch_tokens)
-            for _, rates, _ in run_ranks(run_rank, num_ranks, str(run_file)):
-                seen.append(rates)
-            assert [record["learning_rate"] for record in trace(folder / "out")] == [
-                rates[step][0] for step in range(1, 9)
-            ]
+        run_files = [
+            make_run(
+                tmp_path / f"{num_ranks}x{accumulation}",
+                steps=8,
+                micro_sequences=1,
+                batch_tokens=16 * num_ranks * accumulation,
+            )
+            for accumulation in (1, 4)
+        ]
+        for ranks in run_ranks_each(run_rank, num_ranks, *((str(run_file),) for run_file in run_files)):
+            seen += [rates for _, rates, _ in ranks]
+        for run_file in run_files:
+            recorded = [record["learning_rate"] for record in trace(run_file.parent / "out")]
+            assert recorded == [seen[0][step][0] for step in range(1, 9)]
     assert len(seen) == 6
     assert all(rates == seen[0] for rates in seen)
     decayed = 1e-2 * (1 - 0.5**0.5)
@@ -94,8 +103,7 @@ def _poisoned(backward: Any, bad: float) -> Any:
     return lambda self, loss: backward(self, loss * bad)
 
 
-@STAGES
-@PRECISIONS
+@WITH_PRECISIONS
 def test_a_non_finite_gradient_on_one_rank_drops_all_updates(tmp_path: Path, stage: int, bf16: bool) -> None:
     run_file = make_run(tmp_path, deepspeed=deepspeed_json(stage, bf16), model=NO_DROPOUT)
     bad = math.inf if bf16 and stage == 3 else math.nan
@@ -128,8 +136,7 @@ def _flip_bits(world: World, run_file: str) -> Any:
     return base, flipped, engine.digest()
 
 
-@STAGES
-@PRECISIONS
+@WITH_PRECISIONS
 def test_the_digest_sees_a_bit_of_any_master_moment_or_step(tmp_path: Path, stage: int, bf16: bool) -> None:
     run_file = make_run(tmp_path, deepspeed=deepspeed_json(stage, bf16))
     [(base, flipped, again)] = run_ranks(_flip_bits, 1, str(run_file))
@@ -166,8 +173,15 @@ def _save_and_load(world: World, run_file: str, folder: str) -> Any:
     return unmoved, outcomes, decays, names, mapped
 
 
-@pytest.mark.parametrize(("bf16", "num_ranks"), [(False, 1), (False, 2), (True, 2)])
-@STAGES
+@pytest.mark.parametrize(
+    ("stage", "bf16", "num_ranks"),
+    slow_but(
+        [(stage, *more) for stage in (1, 2, 3) for more in ((False, 1), (False, 2), (True, 2))],
+        (1, True, 2),
+        (2, False, 1),
+        (3, False, 2),
+    ),
+)
 def test_what_is_saved_loads_exactly_in_the_live_engine_and_in_a_new_one(
     tmp_path: Path, stage: int, bf16: bool, num_ranks: int
 ) -> None:
@@ -204,7 +218,7 @@ def _fail_to_write(world: World, run_file: str, folder: str) -> Any:
 @STAGES
 def test_a_rank_that_cannot_write_says_so_and_no_rank_waits_for_it(tmp_path: Path, stage: int) -> None:
     run_file = make_run(tmp_path / "run", deepspeed=deepspeed_json(stage))
-    results = run_ranks(_fail_to_write, 2, str(run_file), str(tmp_path / "shards"), timeout_seconds=60)
+    results = run_ranks(_fail_to_write, 2, str(run_file), str(tmp_path / "shards"))
     left = ["again", "tag"]  # none of DeepSpeed's recovery scripts, which it would copy on one rank alone
     assert results == [(None, None, left), ("[Errno 28] No space left on device", None, left)]
 
@@ -233,21 +247,18 @@ def test_projections_decay_as_the_json_says_and_the_others_do_not(tmp_path: Path
 
 
 def test_z_loss_off_in_every_spelling_is_bitwise_the_run_without_it(tmp_path: Path) -> None:
-    traces = {}
-    for number, line in enumerate(
-        ["", "z_loss = 0.0\n", 'z_loss = "off"\n', "z_loss = 0\n", "z_loss = false\n"]
-    ):
-        run_file = make_run(tmp_path / str(number), steps=4, save_every="100 steps")
-        run_file.write_text(run_file.read_text().replace("z_loss = 1e-4\n", line))
-        run_ranks(run_rank, 1, str(run_file))
-        traces[line] = trace(run_file.parent / "out")
+    on_line, run_files = "z_loss = 1e-4\n", {}
+    for line in ("", "z_loss = 0.0\n", 'z_loss = "off"\n', "z_loss = 0\n", "z_loss = false\n", on_line):
+        run_file = make_run(tmp_path / str(len(run_files)), steps=4, save_every="100 steps")
+        run_file.write_text(run_file.read_text().replace(on_line, line))
+        run_files[line] = run_file
+    run_ranks_each(run_rank, 1, *((str(run_file),) for run_file in run_files.values()))
+    traces = {line: trace(run_file.parent / "out") for line, run_file in run_files.items()}
+    on = traces.pop(on_line)
     assert len(traces[""]) == 4
     assert all(record["z_loss"] is None for record in traces[""])
     assert all(found == traces[""] for found in traces.values())
 
-    run_file = make_run(tmp_path / "on", steps=4, save_every="100 steps")
-    run_ranks(run_rank, 1, str(run_file))
-    on = trace(tmp_path / "on" / "out")
     assert on[0]["loss"] == traces[""][0]["loss"]  # reported apart
     assert on[0]["z_loss"] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.1)
     assert on[3]["loss"] != traces[""][3]["loss"]

@@ -1,5 +1,6 @@
 """One global batch gives one loss, one norm and one update, however it is split. fp32, real engine."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.engine.small import (
 )
 from tests.ranks import run_ranks
 from tests.scenario import make_run
+from tests.tiers import slow_but
 
 RATE = 0.1  # of an Adam whose epsilon is as large as the gradients: a wrong scale shows in the weights
+SPLITS = list(product((1, 2, 3), (1, 2)))  # ZeRO stages and numbers of ranks
 NEAR = {"rel": 1e-6, "abs": 0.0}
 
 
@@ -41,8 +44,7 @@ def _train_in_splits(world: World, run_file: str, sequences: int, micros: list[i
     return expected.losses, expected.z_losses, expected.norms, expected.clip_factors, runs
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "num_ranks"), slow_but(SPLITS, (2, 1), (3, 2)))
 def test_p31_loss_norm_and_update_do_not_depend_on_the_split(
     tmp_path: Path, stage: int, num_ranks: int
 ) -> None:
@@ -53,7 +55,6 @@ def test_p31_loss_norm_and_update_do_not_depend_on_the_split(
         _run_file(tmp_path, stage),
         8,
         [1, 2, 4],
-        timeout_seconds=240,
     )
     for losses, z_losses, norms, _, runs in results:
         assert losses[0] != pytest.approx(losses[1], rel=1e-4)
@@ -64,8 +65,7 @@ def test_p31_loss_norm_and_update_do_not_depend_on_the_split(
             assert difference < 1e-6
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "num_ranks"), slow_but(SPLITS, (2, 1), (3, 2)))
 def test_p27_the_norm_is_before_clipping_and_the_update_is_clipped_as_torch_does(
     tmp_path: Path, stage: int, num_ranks: int
 ) -> None:
@@ -77,7 +77,6 @@ def test_p27_the_norm_is_before_clipping_and_the_update_is_clipped_as_torch_does
         _run_file(tmp_path, stage, 0.05),
         6,
         micros,
-        timeout_seconds=240,
     )
     for _, _, norms, factors, runs in results:
         assert min(norms) > 0.5  # far above what it is clipped to
@@ -103,7 +102,7 @@ def _train_on_ignored(world: World, run_file: str, ignore_from: int) -> Any:
     return records, expected and expected.losses, expected and expected.norms, difference, unmoved
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_p32_a_rank_whose_labels_are_all_ignored_contributes_nothing(tmp_path: Path, stage: int) -> None:
     for records, losses, norms, difference, _ in run_ranks(
         _train_on_ignored, 2, _run_file(tmp_path, stage), 2
@@ -117,7 +116,7 @@ def test_p32_a_rank_whose_labels_are_all_ignored_contributes_nothing(tmp_path: P
         assert records[1].num_valid_tokens_min_rank == 7
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_p32_a_batch_without_a_valid_label_is_finite_and_moves_nothing(tmp_path: Path, stage: int) -> None:
     for records, _, _, _, unmoved in run_ranks(_train_on_ignored, 2, _run_file(tmp_path, stage), 0):
         assert (records[0].loss, records[0].z_loss, records[0].grad_norm) == (0.0, 0.0, 0.0)

@@ -12,6 +12,7 @@ from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, share, step_on, uneven_batch, whole_weights
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow, slow_but
 
 RATE = 1e-2
 
@@ -36,7 +37,7 @@ def _step_at_rate_zero(world: World, run_file: str, folder: str) -> tuple[bool, 
     return different and moments, _same(whole_weights(fresh), saved), stepped
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_p18_after_a_restore_a_step_at_rate_zero_leaves_the_weights_as_saved(
     tmp_path: Path, stage: int
 ) -> None:
@@ -90,7 +91,7 @@ def _go_back_twice(world: World, run_file: str, folder: str) -> Any:
     )
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(3, False), (3, True), (2, True), (1, False)])
+@pytest.mark.parametrize(("stage", "bf16"), [slow(3, False), (3, True), slow(2, True), slow(1, False)])
 def test_p25_a_live_engine_goes_back_twice_with_the_losses_of_a_fresh_one(
     tmp_path: Path, stage: int, bf16: bool
 ) -> None:

@@ -30,6 +30,7 @@ from tests.engine.small import (
 )
 from tests.ranks import run_ranks
 from tests.scenario import make_run
+from tests.tiers import slow
 
 RATE = 1e-2
 
@@ -50,7 +51,13 @@ def _train(world: World, run_file: str) -> Any:
 
 @pytest.mark.parametrize(
     ("num_ranks", "shared", "stage", "recompute", "heads"),
-    [(2, 2, 3, False, 2), (2, 2, 3, True, 4), (2, 2, 1, False, 1), (4, 2, 3, False, 2), (4, 4, 3, True, 2)],
+    [
+        slow(2, 2, 3, False, 2),
+        (2, 2, 3, True, 4),
+        slow(2, 2, 1, False, 1),
+        (4, 2, 3, False, 2),
+        slow(4, 4, 3, True, 2),
+    ],
     ids=["zero3", "recompute", "zero1", "two groups of two", "more ranks than key-value heads"],
 )
 def test_shared_sequences_train_as_plain_torch_does(
@@ -113,13 +120,13 @@ def _refusal(world: World, run_file: str, overrides: tuple[str, ...], is_spread:
             False,
             "`sequence_parallel_size` = 2 does not work with this model: logits of shared rows differ",
         ),
-        (
+        slow(
             3,
             (),
             True,
             "does not work with this model: Attention head count 3 is not divisible by SP size 2; use a",
         ),
-        (
+        slow(
             4,
             ("model.attention=eager",),
             True,
@@ -148,6 +155,7 @@ def _suspects(world: World, run_file: str) -> Any:
     return found, gather_objects(world, is_imported)
 
 
+@pytest.mark.slow
 def test_suspects_are_whole_samples_and_a_run_that_shares_nothing_imports_nothing(tmp_path: Path) -> None:
     told = []
     for num_ranks, shared in ((1, 1), (2, 1), (2, 2), (4, 2)):
@@ -171,6 +179,7 @@ def _group_losses(world: World, run_file: str) -> Any:
     return [(record.loss_max_rank, record.num_valid_tokens_min_rank) for record in records]
 
 
+@pytest.mark.slow
 def test_the_highest_loss_is_that_of_a_group_and_not_of_its_early_tokens(tmp_path: Path) -> None:
     found = []
     for num_ranks, shared in ((2, 1), (4, 2)):

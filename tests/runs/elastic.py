@@ -137,11 +137,6 @@ def run_elastic(
     )
 
 
-def run_each(world: World, run_files: list[str]) -> list[Outcome]:
-    """Run one run after another on the same ranks: the start of processes is what takes long."""
-    return [run_elastic(world, run_file) for run_file in run_files]
-
-
 def tool_in_this_process(source: Path, result: Path, _: Any) -> None:
     """DeepSpeed's tool called here: a process of its own takes seconds to start."""
     from deepspeed.checkpoint import ds_to_universal

@@ -79,6 +79,7 @@ def run_rank(
     ending = nullcontext() if stop_after is None else pytest.raises(Preempted)
     with StopSignal(plan.out, world) as stop, ending:
         train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
+    patch.undo()
     return engines[-1].digest(), rates, samples
 
 

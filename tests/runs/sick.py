@@ -29,6 +29,7 @@ UNSEEN = 5  # a token that no text holds
 OPTIONS: dict[str, Any] = {
     "steps": 40,
     "batch_tokens": 128,
+    "micro_sequences": 4,
     "save_every": "2 steps",
     "model": {**LLAMA, "attention_dropout": 0.0},
 }
@@ -56,6 +57,10 @@ class Fault:
     first: int
     stop: int = 0
     rank: int = 1
+
+
+BATCH = 8  # samples of a step
+POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
 
 
 def make_sick_run(folder: Path, watchdog: str = WATCHDOG, **more: Any) -> Path:

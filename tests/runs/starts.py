@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from ds_pretrain import train as train_module
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.run_files import stop_file
+from ds_pretrain.training import saver
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,21 @@ def start(world: World, run_file: str, overrides: tuple[str, ...] = (), stop: St
         return record, asked
 
     patch.setattr(train_module, "measure", measured)
+    if train_module.STOP_PATIENCE_SECONDS == saver.STOP_PATIENCE_SECONDS:  # what is to be shipped shall be
+        patch.setattr(train_module, "STOP_PATIENCE_SECONDS", saver.PATIENCE_SECONDS)
     said, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
         code = train_module.main([run_file, *overrides])
     patch.undo()
     return Ended(code, said.getvalue(), complained.getvalue())
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """A run with all that lies in its folder, in another one; its run file there."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    run_file = to / "run.toml"
+    run_file.write_text(run_file.read_text().replace(str(folder), str(to)))
+    return run_file
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.runs.sick import make_sick_run
 from tests.runs.watched import Trouble, Watched, run_watched
+from tests.tiers import slow
 
 WATCHDOG = """
 [watchdog]
@@ -21,7 +22,8 @@ LABELS = Trouble("labels", 13 * SEQUENCES, 16 * SEQUENCES, rank=0)  # what steps
 
 
 def _run(folder: Path, num_ranks: int, trouble: Trouble) -> list[Watched]:
-    run_file = make_sick_run(folder, WATCHDOG, steps=24, batch_tokens=16 * SEQUENCES, save_every="3 steps")
+    batch = {"batch_tokens": 16 * SEQUENCES, "micro_sequences": SEQUENCES // num_ranks}
+    run_file = make_sick_run(folder, WATCHDOG, steps=24, save_every="3 steps", **batch)
     ranks: list[Watched] = run_ranks(run_watched, num_ranks, str(run_file), [trouble])
     return ranks
 
@@ -47,7 +49,7 @@ def test_p54_a_spike_on_one_rank_is_one_decision_of_all_through_replay_and_skip(
     assert [v[0] for v in agreed.verdicts if v[1] == "roll_back"] == [r.step for r in agreed.final.rollbacks]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "rank"), [("loss", 3, 2), ("gradient", 2, 0)])
+@pytest.mark.parametrize(("kind", "num_ranks", "rank"), [slow("loss", 3, 2), ("gradient", 2, 0)])
 def test_p54_a_loss_or_a_gradient_of_one_rank_that_is_no_number_is_one_decision_of_all(
     tmp_path: Path, kind: str, num_ranks: int, rank: int
 ) -> None:

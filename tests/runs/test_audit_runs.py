@@ -8,10 +8,8 @@ import pytest
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.jsonl import read_metrics
 from tests.ranks import run_ranks
-from tests.runs.sick import Fault, make_sick_run, run_sick
-
-BATCH = 8  # samples of a step
-POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
+from tests.runs.conftest import Trained
+from tests.runs.sick import BATCH, Fault, make_sick_run, run_sick
 
 
 def _audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -25,12 +23,11 @@ def _events(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_p55_what_a_healed_run_never_trained_is_exactly_what_its_ranks_never_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    healed_run: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(run_sick, 2, str(run_file), POISON)
+    ranks, run_file = healed_run
     assert [code for code, _, _ in ranks] == [0, 0]
-    out = tmp_path / "out"
+    out = run_file.parent / "out"
     code, said = _audit(capsys, run_file, "--all")
     assert code == 0, said
     assert "steps      40 trained, each exactly once: 1 to 40" in said

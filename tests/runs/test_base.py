@@ -28,6 +28,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import trace
 from tests.runs.starts import Ended, start
 from tests.scenario import deepspeed_json, make_run, write_corpus
+from tests.tiers import slow
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -81,7 +82,7 @@ def _logits(world: World, run_file: str, ids: list[list[int]]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", {"max_shard_size": "20KB"}), ("qwen3", {}), ("gpt2", {})]
+    ("family", "options"), [("llama", {"max_shard_size": "20KB"}), slow("qwen3", {}), slow("gpt2", {})]
 )
 def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
     tmp_path: Path, family: str, options: dict[str, Any]
@@ -157,7 +158,7 @@ def test_the_weights_are_never_whole_on_a_rank(tmp_path: Path) -> None:
         assert held <= 0.51
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("stage", "bf16"), [slow(1, False), slow(2, True), (3, True)])
 def test_it_is_the_same_in_each_stage_and_rounded_once_in_bf16(
     tmp_path: Path, stage: int, bf16: bool
 ) -> None:
@@ -229,7 +230,7 @@ def test_a_tied_head_that_is_sick_like_its_embedding_is_told_as_sick(tmp_path: P
     assert "model.embed_tokens.weight has 1 of 8,224 values that are NaN or infinite" in ended.stderr
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_values_that_are_no_numbers_are_refused_on_every_rank_with_their_tensors(
     tmp_path: Path, stage: int
 ) -> None:

@@ -17,6 +17,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace, validations
 from tests.runs.starts import start
 from tests.scenario import LLAMA, make_run, write_corpus
+from tests.tiers import slow
 
 STEPS, DECAY = 16, 4
 PHASE = """
@@ -75,7 +76,7 @@ def _branched(parent: Path, run_file: Path, step: int, overrides: tuple[str, ...
     assert main(["branch", str(parent / "out"), "--at", str(step), str(run_file), *overrides]) == 0
 
 
-@pytest.mark.parametrize("step", [4, 8, 10])
+@pytest.mark.parametrize("step", [slow(4), 8, slow(10)])
 def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_from_the_start(
     parent: Path, step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ rope = { theta = 5e4 }
 """
 
 
+@pytest.mark.slow
 def test_sequences_longer_than_the_chunks_that_were_read_take_a_source_of_another_name(
     parent: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +171,7 @@ def test_sequences_longer_than_the_chunks_that_were_read_take_a_source_of_anothe
 
 
 @pytest.mark.parametrize(
-    ("name", "local"), [("alone", None), ("alone_local", "fast"), ("both_local", "fast")]
+    ("name", "local"), [slow("alone", None), slow("alone_local", "fast"), ("both_local", "fast")]
 )
 def test_a_branch_on_other_ranks_or_with_folders_of_each_hosts_own_reads_the_same_samples(
     parent: Path, name: str, local: str | None

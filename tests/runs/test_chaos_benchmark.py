@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # the program; tests/runs/test_kill_anywhere.py kills the same runs
 ROOT = Path(__file__).parents[2]
 BAD = """
 import chaos

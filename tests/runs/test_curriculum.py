@@ -1,6 +1,7 @@
 """One run file of several phases: killed anywhere, it is the run that was never killed."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
 from tests.runs.golden import resumed_at, run_rank, run_until, trace, validations
 from tests.runs.sick import Fault, make_sick_run, run_sick
+from tests.tiers import slow
 
 # Killed within each segment, where the start after it goes on from what was last saved before; and stopped on
 # each boundary, where it goes on exactly there.
@@ -25,19 +27,21 @@ BOUNDARIES = (RAMP, LONG, ANNEAL)
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The uninterrupted run on one and on two ranks: its folder and what the ranks say, by their number."""
-    folders = {world_size: tmp_path_factory.mktemp("straight") for world_size in (1, 2)}
-    return {
-        world_size: (folder, run_ranks(run_rank, world_size, str(make_curriculum(folder))))
-        for world_size, folder in folders.items()
-    }
+    """The uninterrupted run on so many ranks: its folder and what the ranks say."""
+
+    @cache
+    def train(world_size: int) -> Any:
+        folder = tmp_path_factory.mktemp("straight")
+        return folder, run_ranks(run_rank, world_size, str(make_curriculum(folder)))
+
+    return train
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_ended_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_was_not(
     straight: Any, world_size: int, tmp_path: Path
 ) -> None:
-    folder, whole = straight[world_size]
+    folder, whole = straight(world_size)
     run_file = make_curriculum(tmp_path)
     read: dict[int, Any] = {}
     for step in sorted((*KILLED_AFTER, *BOUNDARIES)):
@@ -60,10 +64,11 @@ def test_ended_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_w
     assert read.items() <= whole[0][2].items()
 
 
+@pytest.mark.slow
 def test_on_one_rank_and_on_others_in_turn_it_reads_the_same_samples_at_the_same_rates(
     straight: Any, tmp_path: Path
 ) -> None:
-    folder, whole = straight[2]
+    folder, whole = straight(2)
     run_file = make_curriculum(tmp_path)
     samples: dict[int, Any] = {}
     rates: dict[int, Any] = {}
@@ -83,7 +88,7 @@ def test_on_one_rank_and_on_others_in_turn_it_reads_the_same_samples_at_the_same
 
 
 def test_the_phases_are_what_the_run_file_says(straight: Any) -> None:
-    folder, _ = straight[2]
+    folder, _ = straight(2)
     records = trace(folder / "out")
     assert [record["phase"] for record in records] == ["main"] * 8 + ["long"] * 5 + ["anneal"] * 5
     tokens = [record["tokens"] for record in records]
@@ -96,7 +101,7 @@ def test_the_phases_are_what_the_run_file_says(straight: Any) -> None:
 
 
 def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) -> None:
-    folder, _ = straight[2]
+    folder, _ = straight(2)
     plan = load_plan(folder / "run.toml")
     last = folder / "out" / "checkpoints" / f"step_{LAST:09d}"
     saved = json.loads((last / "model.json").read_text())
@@ -108,6 +113,7 @@ def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) 
     assert model.config.rope_parameters["rope_theta"] == 8e4
 
 
+@pytest.mark.slow
 def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
     runs = []
     for name, stops in (("straight", ()), ("cut", (LONG, LONG + 2))):
@@ -125,7 +131,7 @@ def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
 
 
 def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind_it(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_sick_run(tmp_path, micro_sequences=2)
     second = (
         '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
     )

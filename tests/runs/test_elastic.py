@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,20 @@ from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.training import setup as opening
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 from tests.runs.elastic import (
     Outcome,
     convert_here,
     losses,
     restore_and_save,
-    run_each,
     run_elastic,
     same,
     snapshot,
     streams_digest,
 )
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
-WORLDS = (1, 2, 3, 4)
 STEP, STEPS = 3, 6
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # whose masks depend on which rank a sequence falls to
 # Sub-groups of at most 2,000 elements: several in each parameter group, of sizes that no world divides.
@@ -66,39 +64,40 @@ class Pairs:
     losses: dict[int | tuple[int, int], dict[int, float]]
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+@pytest.fixture(scope="module", params=[(1, 2, 3), slow((1, 2, 3, 4))], ids=str)
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    worlds: tuple[int, ...] = request.param
     folder = tmp_path_factory.mktemp("elastic")
     straight, continued, found = {}, {}, {}
-    files = {world: _make(folder / f"{world}", deepspeed=SMALL_SUB_GROUPS) for world in WORLDS}
+    files = {world: _make(folder / f"{world}", deepspeed=SMALL_SUB_GROUPS) for world in worlds}
     for world, run_file in files.items():
         straight[world] = run_ranks(run_elastic, world, str(run_file))
         found[world] = losses(run_file)
-        run_ranks(convert_here, 1, str(run_file.parent / "out" / "checkpoints" / f"step_{STEP:09d}"))
-    for after in WORLDS:
-        sources = [before for before in WORLDS if before != after]
+    saved = [file.parent / "out" / "checkpoints" / f"step_{STEP:09d}" for file in files.values()]
+    run_ranks_each(convert_here, 1, *((str(checkpoint),) for checkpoint in saved))
+    for after in worlds:
+        sources = [before for before in worlds if before != after]
         runs = [
             _continued(files[before], folder / f"{before}-{after}", deepspeed=SMALL_SUB_GROUPS)
             for before in sources
         ]
-        ranks = run_ranks(run_each, after, [str(run) for run in runs])
-        for place, (before, run) in enumerate(zip(sources, runs, strict=True)):
-            continued[before, after] = [outcomes[place] for outcomes in ranks]
+        ended = run_ranks_each(run_elastic, after, *((str(run),) for run in runs))
+        for before, run, ranks in zip(sources, runs, ended, strict=True):
+            continued[before, after] = ranks
             found[before, after] = losses(run)
     yield Pairs(straight, continued, found)
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("before", "after"), list(permutations(WORLDS, 2)))
-def test_p16_masters_moments_and_weights_are_bitwise_those_saved_right_after_the_load(
-    pairs: Pairs, before: int, after: int
-) -> None:
-    saved = pairs.straight[before][0].saved[STEP]
-    assert len(saved.tensors) > 20
-    assert all(set(kinds) == {"fp32", "weight", "exp_avg", "exp_avg_sq"} for kinds in saved.tensors.values())
-    for outcome in pairs.continued[before, after]:
-        assert outcome.restored is not None
-        assert same(outcome.restored.tensors, saved.tensors)
+def test_p16_masters_moments_and_weights_are_bitwise_those_saved_right_after_the_load(pairs: Pairs) -> None:
+    for (before, after), outcomes in pairs.continued.items():
+        saved = pairs.straight[before][0].saved[STEP]
+        assert len(saved.tensors) > 20
+        kinds = {"fp32", "weight", "exp_avg", "exp_avg_sq"}
+        assert all(set(found) == kinds for found in saved.tensors.values())
+        for outcome in outcomes:
+            assert outcome.restored is not None
+            assert same(outcome.restored.tensors, saved.tensors), (before, after)
 
 
 def test_p17_every_state_has_its_own_adam_step_and_every_group_its_own_options(pairs: Pairs) -> None:
@@ -167,6 +166,7 @@ def test_p15_the_log_says_what_differs_and_that_the_form_beside_the_checkpoint_i
         assert said in outcomes[0].told
 
 
+@pytest.mark.slow
 def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 8, "save_every": "100 steps"}
     straight_file, cut_file = _make(tmp_path / "straight", **options), _make(tmp_path / "cut", **options)
@@ -184,6 +184,7 @@ def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: 
     assert losses(cut_file) == {step: pytest.approx(loss, rel=1e-6) for step, loss in expected.items()}
 
 
+@pytest.mark.slow
 def test_p16_the_round_trip_over_three_and_one_ranks_is_bitwise(tmp_path: Path) -> None:
     run_file = _make(tmp_path, deepspeed=SMALL_SUB_GROUPS)
     saved = run_ranks(run_elastic, 2, str(run_file), STEP)[0].saved[STEP]
@@ -200,7 +201,7 @@ def test_p16_the_round_trip_over_three_and_one_ranks_is_bitwise(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("before", "after", "bf16", "num_before", "num_after"),
-    [(3, 2, True, 2, 3), (2, 3, False, 3, 2), (1, 3, True, 1, 2), (3, 1, False, 2, 2)],
+    [(3, 2, True, 2, 3), slow(2, 3, False, 3, 2), slow(1, 3, True, 1, 2), slow(3, 1, False, 2, 2)],
 )
 def test_the_zero_stage_and_the_micro_batch_may_change_with_the_ranks(
     tmp_path: Path, before: int, after: int, bf16: bool, num_before: int, num_after: int
@@ -251,7 +252,7 @@ def freeze(module: nn.Module) -> None:
     module.register_buffer("counts", torch.zeros(3))
 
 
-@pytest.mark.parametrize(("stage", "bf16", "after"), [(3, False, 3), (3, True, 1), (2, True, 2)])
+@pytest.mark.parametrize(("stage", "bf16", "after"), [slow(3, False, 3), (3, True, 1), slow(2, True, 2)])
 def test_p16_tied_weights_frozen_parameters_and_buffers_come_back(
     tmp_path: Path, stage: int, bf16: bool, after: int
 ) -> None:
@@ -280,7 +281,7 @@ def _start_from(world: World, run_file: str, folder: str, accept_missing: tuple[
     return state, snapshot(engine._engine, world), told
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_a_universal_checkpoint_that_deepspeeds_own_tool_wrote_goes_on_if_what_it_lacks_is_allowed(
     tmp_path: Path, stage: int
 ) -> None:

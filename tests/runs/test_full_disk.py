@@ -20,6 +20,7 @@ from tests.runs.chaos import at_write_points, look
 from tests.runs.golden import trace
 from tests.runs.starts import Ended, start
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 DISK_BYTES = 6 << 20
 BALLAST = "ballast"
@@ -73,7 +74,7 @@ def _start_on_a_small_disk(world: World, run_file: str, disk: str, rank: int, ov
     return start(world, run_file, tuple(overrides))
 
 
-@pytest.mark.parametrize(("stage", "rank"), [(3, 1), (2, 0)])
+@pytest.mark.parametrize(("stage", "rank"), [(3, 1), slow(2, 0)])
 def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed_and_free(
     tmp_path: Path, disk: Path, stage: int, rank: int
 ) -> None:

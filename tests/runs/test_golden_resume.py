@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace, validations
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow_but
 
 KILLS = (2, 4, 5, 8, 11)  # before the first checkpoint, right after one, in between, late; all in one run
 
@@ -25,9 +26,12 @@ CONFIGURATIONS = [
     ("bf16", 3, 2, 2),
     ("bf16", 3, 3, 2),
 ]
+QUICK = [("fp32", 1, 3, 2), ("bf16", 3, 1, 1), ("bf16", 3, 2, 2)]  # each value at least once
 
 
-@pytest.mark.parametrize(("precision", "accumulation", "stage", "num_ranks"), CONFIGURATIONS)
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "stage", "num_ranks"), slow_but(CONFIGURATIONS, *QUICK)
+)
 def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
     tmp_path: Path, precision: str, accumulation: int, stage: int, num_ranks: int
 ) -> None:
@@ -64,6 +68,7 @@ def test_the_configurations_have_every_pair() -> None:
     for first, second in combinations(range(4), 2):
         there = {(one[first], one[second]) for one in CONFIGURATIONS}
         assert there == set(product(values[first], values[second]))
+    assert [sorted({one[at] for one in QUICK}, key=str) for at in range(4)] == values
 
 
 def test_the_golden_comparison_sees_a_difference(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import random
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.runs.golden import trace, validations
 from tests.runs.sick import CURE_POINTS
 from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 INTERVAL = 2
 SHARD = "*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
@@ -52,6 +55,14 @@ FETCHING = [
     Kill(0, "fetched *optim_states.pt"),
     Kill(1, "fetched *"),
     Kill(0, "publish fetched"),
+]
+# One of each kind, for every run of the tests; the others are in the slow tier.
+SOME = [
+    Kill(1, "write *optim_states.pt", passes=1),
+    Kill(0, "write run_state.json"),
+    Kill(0, "sync *model_states.pt", passes=1),
+    *(Kill(0, point) for point in ("manifest", "rename", "sync the folder", "latest")),
+    *(Kill(0, point, passes=1) for point in ("prune", "delete")),
 ]
 SEEDED = random.Random(1)
 # Slow steps: the fastest machine shall not come to the end of the run.
@@ -88,14 +99,20 @@ def _kill(run_file: Path, kill: Kill, before: Left, ranks: int = 2, overrides: t
     return after
 
 
+Straight = Callable[..., tuple[list[Any], Path]]
+
+
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[Any], Path]]:
-    """By ZeRO stage, what each rank of a run that was never killed returned, and its run directory."""
-    found = {}
-    for stage in (1, 3):
-        run_file = _make(tmp_path_factory.mktemp("straight"), deepspeed=deepspeed_json(stage))
-        found[stage] = (run_ranks(run_killed, 2, str(run_file), None), run_file.parent / "out")
-    return found
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """By ZeRO stage and length, what each rank of a run that was never killed returned, and its directory."""
+
+    @cache
+    def train(stage: int, steps: int = 40) -> tuple[list[Any], Path]:
+        folder = tmp_path_factory.mktemp("straight")
+        run_file = _make(folder, deepspeed=deepspeed_json(stage), steps=steps)
+        return run_ranks(run_killed, 2, str(run_file), None), run_file.parent / "out"
+
+    return train
 
 
 def _assert_bitwise(
@@ -110,26 +127,30 @@ def _assert_bitwise(
 
 
 @pytest.mark.parametrize(
-    ("stage", "kills"),
+    ("stage", "steps", "kills"),
     [
-        pytest.param(3, WRITES[: len(WRITTEN)], id="write"),
-        pytest.param(3, WRITES[len(WRITTEN) :: 3], id="sync"),
-        pytest.param(3, [*PUBLISHING, *PRUNING], id="publish and prune"),
-        pytest.param(1, MOMENTS, id="random moments"),
+        pytest.param(3, 20, SOME, id="one of a kind"),
+        slow(3, 40, WRITES[: len(WRITTEN)], id="write"),
+        slow(3, 40, WRITES[len(WRITTEN) :: 3], id="sync"),
+        slow(3, 40, [*PUBLISHING, *PRUNING], id="publish and prune"),
+        slow(1, 40, MOMENTS, id="random moments"),
     ],
 )
 def test_p19_a_run_killed_in_every_way_is_bitwise_the_run_that_never_was(
-    tmp_path: Path, straight: dict[int, tuple[list[Any], Path]], stage: int, kills: list[Kill]
+    tmp_path: Path, straight: Straight, stage: int, steps: int, kills: list[Kill]
 ) -> None:
-    run_file = _make(tmp_path, deepspeed=deepspeed_json(stage))
+    run_file = _make(tmp_path, deepspeed=deepspeed_json(stage), steps=steps)
     assert sum(kill.seconds or 0 for kill in kills) < 40 * 0.2
     left = Left(0, 0, 0, ())
     for kill in kills:
         left = _kill(run_file, kill, left, overrides=("checkpoint.keep=2",))
-    _assert_bitwise(run_file, straight[stage], ("checkpoint.keep=2",))
+    _assert_bitwise(run_file, straight(stage, steps), ("checkpoint.keep=2",))
 
 
-def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [[CONVERTING[2], CONVERTING[4]], slow(CONVERTING)], ids=["some", "all"])
+def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(
+    tmp_path: Path, kills: list[Kill]
+) -> None:
     """Two ranks, then one; the one is killed in its conversion, again and again."""
     options = {"steps": 6, "save_every": "2 steps", "model": {**LLAMA, "attention_dropout": 0.0}}
     straight_file, killed_file = (_make(tmp_path / name, **options) for name in ("straight", "killed"))
@@ -138,29 +159,30 @@ def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(tmp_path: P
     left = look(killed_file.parent / "out")
     assert left.newest == 4
     straight = (run_ranks(run_killed, 1, str(straight_file), None), straight_file.parent / "out")
-    for kill in CONVERTING:
+    for kill in kills:
         left = _kill(killed_file, kill, left, ranks=1)
         assert left.newest == 4
     _assert_bitwise(killed_file, straight)
 
 
+@pytest.mark.parametrize("kills", [[FETCHING[1], FETCHING[4]], slow(FETCHING)], ids=["some", "all"])
 def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bits(
-    tmp_path: Path, straight: dict[int, tuple[list[Any], Path]]
+    tmp_path: Path, straight: Straight, kills: list[Kill]
 ) -> None:
-    run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3)), tmp_path / "vault"
+    run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3), steps=8), tmp_path / "vault"
     overrides = (f"checkpoint.ship_to={vault}",)
     assert [ended.code for ended in run_ranks(start, 2, str(run_file), overrides)] == [0, 0]
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # the disk is lost; at the place, what came after step 4
     for folder in vault.glob("step_*"):
         if step_of(folder.name) not in (2, 4):
             shutil.rmtree(folder)
-    for kill in FETCHING:
+    for kill in kills:
         if kill.rank == 1:  # which may have all of its files from the start before
             shutil.rmtree(tmp_path / "out" / "checkpoints", ignore_errors=True)
         assert run_ranks(run_killed, 2, str(run_file), kill, overrides, allow_kill=True) == [KILLED] * 2, kill
         assert look(tmp_path / "out").torn == (), kill
         assert look(tmp_path / "out").newest == 0, kill
-    _assert_bitwise(run_file, straight[3], overrides)
+    _assert_bitwise(run_file, straight(3, 8), overrides)
 
 
 def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
@@ -168,12 +190,15 @@ def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
     restore_and_save(world, run_file)
 
 
-def test_a_kill_while_a_step_is_saved_again_leaves_a_checkpoint_of_that_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [SAVED_AGAIN[1:2], slow(SAVED_AGAIN)], ids=["some", "all"])
+def test_a_kill_while_a_step_is_saved_again_leaves_a_checkpoint_of_that_step(
+    tmp_path: Path, kills: list[Kill]
+) -> None:
     run_file = _make(tmp_path, steps=6)
     run_ranks(run_killed, 2, str(run_file), None)
     left = look(tmp_path / "out")
     assert left.newest == 6
-    for kill in SAVED_AGAIN:
+    for kill in kills:
         assert run_ranks(_save_again, 2, str(run_file), kill, allow_kill=True) == [KILLED] * 2
         list(recover(tmp_path / "out" / "checkpoints"))  # what a start does first
         assert look(tmp_path / "out").newest == 6, kill

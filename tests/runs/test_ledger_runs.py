@@ -9,6 +9,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import pytest
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, parse_manifest, published, step_name
 from ds_pretrain.commands.cli import main
@@ -114,6 +115,7 @@ def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_anot
     assert any(step % 4 == 0 for step in window)  # a validation
 
 
+@pytest.mark.slow
 def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Path) -> None:
     """The trouble is found as the run would end: it goes back, reads on past the bad data, and then ends."""
     run_file = _make(tmp_path)

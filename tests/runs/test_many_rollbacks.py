@@ -68,6 +68,7 @@ def _run_held(
         return run_watched(world, run_file, troubles, overrides), found
 
 
+@pytest.mark.slow
 def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_been_none(
     tmp_path: Path,
 ) -> None:
@@ -76,6 +77,7 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
         "steps": STEPS[-1] + 6,
         "save_every": "3 steps",
         "batch_tokens": 64,
+        "micro_sequences": 2,
         "model": model,
     }
     clean_file = make_sick_run(tmp_path / "clean", WATCHDOG, **more)

@@ -1,6 +1,8 @@
 """What a run read, trained and saved adds up: nothing twice, nothing left out, also over failures."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import start
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 
 def test_p29_every_sample_of_every_window_is_trained_on_once_over_kills(tmp_path: Path) -> None:
@@ -61,28 +64,38 @@ def _start_on_a_disk_that_fills_up(
 OPTIONS: dict[str, Any] = {"steps": 5, "batch_tokens": 64, "save_every": "2 steps"}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_p20_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path, stage: int) -> None:
-    options = OPTIONS | {"deepspeed": deepspeed_json(stage)}
-    straight_file = make_run(tmp_path / "straight", **options)
-    run_ranks(run_rank, 2, str(straight_file))
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """By ZeRO stage, the steps of a run whose disk never fills up."""
 
-    run_file = make_run(tmp_path / "full", **options)
+    @cache
+    def train(stage: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("straight")
+        run_ranks(run_rank, 2, str(make_run(folder, **OPTIONS, deepspeed=deepspeed_json(stage))))
+        return trace(folder / "out")
+
+    return train
+
+
+@pytest.mark.parametrize("stage", [slow(2), 3])
+def test_p20_a_save_that_fails_is_told_and_training_goes_on(
+    straight: Callable[[int], list[dict[str, Any]]], tmp_path: Path, stage: int
+) -> None:
+    run_file = make_run(tmp_path / "full", **OPTIONS, deepspeed=deepspeed_json(stage))
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", [])
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert (
         "the checkpoint of step 4 was not saved: rank 1: [Errno 28] No space left on device; "
         "the one before it is intact (1 of 3 failures in a row that stop the run)"
     ) in ranks[0].stderr
-    assert trace(tmp_path / "full" / "out") == trace(tmp_path / "straight" / "out")
+    assert trace(tmp_path / "full" / "out") == straight(stage)
     names = sorted(path.name for path in (tmp_path / "full" / "out" / "checkpoints").glob("step_*"))
     assert names == ["step_000000001", "step_000000002", "step_000000005"]  # nothing torn is left
 
 
-def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_exactly(tmp_path: Path) -> None:
-    straight_file = make_run(tmp_path / "straight", **OPTIONS)
-    run_ranks(run_rank, 2, str(straight_file))
-
+def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_exactly(
+    straight: Callable[[int], list[dict[str, Any]]], tmp_path: Path
+) -> None:
     run_file = make_run(tmp_path / "full", **OPTIONS)
     overrides = ["checkpoint.failures=1"]
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", overrides)
@@ -93,7 +106,7 @@ def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_ex
     again = run_ranks(start, 2, str(run_file))
     assert [ended.code for ended in again] == [EXIT_FINISHED] * 2
     assert "step_000000002: 2 of 5 steps done" in again[0].stdout
-    assert trace(tmp_path / "full" / "out") == trace(tmp_path / "straight" / "out")
+    assert trace(tmp_path / "full" / "out") == straight(3)
 
 
 def test_p20_the_last_save_is_tried_again_until_it_is_published(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
+from ds_pretrain.training.saver import Shipping
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Ended, Stop, contents, start
+from tests.runs.starts import Ended, Stop, contents, copied, start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
@@ -44,11 +47,51 @@ def _local(folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
     return run_file, (f"checkpoint.local={folder}/hosts", "checkpoint.keep=2")
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The steps of a run of 6 that was never stopped."""
+    run_file, _ = _local(tmp_path_factory.mktemp("straight"))
+    run_ranks(run_rank, 2, str(run_file))
+    return trace(run_file.parent / "out")
+
+
+@pytest.fixture(scope="module")
+def stopped_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that was stopped after step 4, and the hosts that its ranks saved on."""
+    folder = tmp_path_factory.mktemp("stopped_hosts")
+    run_file, overrides = _local(folder)
+    hosts = str(folder / "hosts")
+    stopped = run_ranks(_on_its_own_host, 2, str(run_file), hosts, overrides, Stop("file", 0, 3))
+    assert [ended.code for ended in stopped] == [EXIT_PREEMPTED] * 2
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped_shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that was stopped after step 4, and the vault that all of it was shipped to."""
+    folder = tmp_path_factory.mktemp("stopped_shipped")
+    run_file = make_run(folder, steps=6, save_every="2 steps", model=PLAIN)
+    shipping = (f"checkpoint.ship_to={folder}/vault",)
+    run_ranks(start, 2, str(run_file), shipping, Stop("file", 0, 3))
+    assert _steps(folder / "vault") == [1, 2, 4]
+    return folder
+
+
+def _with_hosts(stopped_hosts: Path, to: Path) -> tuple[Path, tuple[str, ...]]:
+    """A copy of that run; its run file and overrides."""
+    return copied(stopped_hosts, to), (f"checkpoint.local={to}/hosts", "checkpoint.keep=2")
+
+
+def _with_vault(stopped_shipped: Path, to: Path) -> tuple[Path, tuple[str, ...]]:
+    """A copy of that run; its run file and overrides."""
+    return copied(stopped_shipped, to), (f"checkpoint.ship_to={to}/vault",)
+
+
 def _steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*") if path.is_dir())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
     tmp_path: Path, stage: int
 ) -> None:
@@ -75,22 +118,17 @@ def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("nothing", ""),
+        slow("nothing", ""),
         ("a host", "it is not on"),
-        ("a file", "cannot be read"),
+        slow("a file", "cannot be read"),
         ("a bit", "the checksum of"),
     ],
 )
 def test_p22_a_restore_takes_what_the_hosts_have_and_fetches_the_rest(
-    tmp_path: Path, lost: str, said: str
+    straight: list[dict[str, Any]], stopped_hosts: Path, tmp_path: Path, lost: str, said: str
 ) -> None:
-    straight_file, _ = _local(tmp_path / "straight")
-    run_ranks(run_rank, 2, str(straight_file))
-    run_file, overrides = _local(tmp_path / "run")
+    run_file, overrides = _with_hosts(stopped_hosts, tmp_path)
     hosts = tmp_path / "hosts"
-    stopped = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
-    assert [ended.code for ended in stopped] == [EXIT_PREEMPTED] * 2
-
     if lost == "a host":
         shutil.rmtree(hosts / "host_1")
     shard = next((hosts / "host_1" / "run" / "step_000000004").glob("*optim_states.pt"), Path())
@@ -105,16 +143,15 @@ def test_p22_a_restore_takes_what_the_hosts_have_and_fetches_the_rest(
     assert said in ranks[0].stderr
     assert ("fetching what is missing from" in ranks[0].stderr) == (lost != "nothing")
     assert "step_000000004: 4 of 6 steps done" in ranks[0].stdout
-    assert trace(tmp_path / "run" / "out") == trace(tmp_path / "straight" / "out")
+    assert trace(tmp_path / "out") == straight
     if lost == "a bit":  # what was wrong is still there to look at
         assert list((hosts / "host_1" / "run").rglob("*.broken")) != []
 
 
-def test_without_a_whole_copy_the_checkpoint_before_it_is_used(tmp_path: Path) -> None:
+def test_without_a_whole_copy_the_checkpoint_before_it_is_used(stopped_hosts: Path, tmp_path: Path) -> None:
     """The newest was never shipped, and a host is gone."""
-    run_file, overrides = _local(tmp_path / "run")
-    hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
-    run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
+    run_file, overrides = _with_hosts(stopped_hosts, tmp_path)
+    hosts, out = tmp_path / "hosts", tmp_path / "out"
     shutil.rmtree(hosts / "host_1" / "run" / "step_000000004")
     shutil.rmtree(out / "checkpoints" / "step_000000004")
     ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
@@ -124,7 +161,7 @@ def test_without_a_whole_copy_the_checkpoint_before_it_is_used(tmp_path: Path) -
     assert "2 of 6 steps done" in ranks[0].stdout
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [slow(2, 1), (2, 3)])
 def test_another_number_of_ranks_puts_the_hosts_pieces_together(
     tmp_path: Path, before: int, after: int
 ) -> None:
@@ -189,25 +226,23 @@ def test_ranks_of_one_host_share_its_local_folder(tmp_path: Path) -> None:
     assert _steps(tmp_path / "run" / "out" / "checkpoints") == [4, 6]
 
 
-def test_a_run_directory_that_is_lost_comes_back_from_where_it_was_shipped(tmp_path: Path) -> None:
-    straight_file = make_run(tmp_path / "straight", steps=6, save_every="2 steps")
-    run_ranks(run_rank, 2, str(straight_file))
-    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
-    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
-    shutil.rmtree(tmp_path / "run" / "out")
+def test_a_run_directory_that_is_lost_comes_back_from_where_it_was_shipped(
+    straight: list[dict[str, Any]], stopped_shipped: Path, tmp_path: Path
+) -> None:
+    run_file, overrides = _with_vault(stopped_shipped, tmp_path)
+    shutil.rmtree(tmp_path / "out")
     ranks = run_ranks(start, 2, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "fetching what is missing from" in ranks[0].stderr
     assert "4 of 6 steps done" in ranks[0].stdout
-    assert trace(tmp_path / "run" / "out")[-2:] == trace(tmp_path / "straight" / "out")[-2:]
+    assert trace(tmp_path / "out")[-2:] == straight[-2:]
 
 
-def test_a_broken_checkpoint_is_mended_from_its_copy_and_a_broken_copy_is_not_used(tmp_path: Path) -> None:
-    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
-    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
-    here = tmp_path / "run" / "out" / "checkpoints" / "step_000000004"
+def test_a_broken_checkpoint_is_mended_from_its_copy_and_a_broken_copy_is_not_used(
+    stopped_shipped: Path, tmp_path: Path
+) -> None:
+    run_file, overrides = _with_vault(stopped_shipped, tmp_path)
+    here = tmp_path / "out" / "checkpoints" / "step_000000004"
     shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (here / shard).write_bytes(b"")
     ranks = run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 4))
@@ -216,12 +251,10 @@ def test_a_broken_checkpoint_is_mended_from_its_copy_and_a_broken_copy_is_not_us
     assert (here / f"{shard}.broken").read_bytes() == b""
 
 
-def test_a_copy_that_is_broken_too_is_not_used(tmp_path: Path) -> None:
-    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
-    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
+def test_a_copy_that_is_broken_too_is_not_used(stopped_shipped: Path, tmp_path: Path) -> None:
+    run_file, overrides = _with_vault(stopped_shipped, tmp_path)
     shard = "step_000000004/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    for root in (tmp_path / "run" / "out" / "checkpoints", tmp_path / "vault"):
+    for root in (tmp_path / "out" / "checkpoints", tmp_path / "vault"):
         (root / shard).write_bytes((root / shard).read_bytes()[:-1] + b"?")
     ranks = run_ranks(start, 2, str(run_file), overrides)
     assert "and its copy cannot be used" in ranks[0].stderr
@@ -229,12 +262,12 @@ def test_a_copy_that_is_broken_too_is_not_used(tmp_path: Path) -> None:
     assert "step_000000002: 2 of 6 steps done" in ranks[0].stdout
 
 
-def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(tmp_path: Path) -> None:
+def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(
+    stopped_shipped: Path, tmp_path: Path
+) -> None:
     """It may answer at the next start: no older checkpoint is taken for that."""
-    run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
-    run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 3))
-    root = tmp_path / "run" / "out" / "checkpoints"
+    run_file, overrides = _with_vault(stopped_shipped, tmp_path)
+    root = tmp_path / "out" / "checkpoints"
     (root / "step_000000004" / "rng" / "rank_00001.pt").unlink()
     names = sorted(path.name for path in root.iterdir())
     ranks = run_ranks(_with_a_dead_place, 2, str(run_file), overrides)
@@ -294,10 +327,11 @@ def _with_s3(
 
 
 def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    straight: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    straight_file, _ = _local(tmp_path / "straight")
-    run_ranks(run_rank, 2, str(straight_file))
     run_file, overrides = _local(tmp_path / "run")
     place = f"s3://{BUCKET}/run"
     run_file.write_text(run_file.read_text().replace("[checkpoint]", f'[checkpoint]\nship_to = "{place}"'))
@@ -321,13 +355,13 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
         assert "step_000000006  intact\nstep_000000004  intact\nstep_000000004 is kept for good" in said
         assert main(["checkpoints", str(run_file), "verify", "5", "--shipped"]) == EXIT_BAD_INPUT
         assert main(["checkpoints", str(run_file), "diff", "4", "6", "--shipped"]) == EXIT_BAD_INPUT
-    assert trace(out)[-2:] == trace(tmp_path / "straight" / "out")[-2:]
+    assert trace(out)[-2:] == straight[-2:]
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     spoken = [text.encode() for ended in (*first, *second) for text in (ended.stdout, ended.stderr)]
     assert not any(SECRET.encode() in text for text in (*written, *spoken))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_what_was_never_shipped_is_put_together_from_the_hosts_that_have_it(
     tmp_path: Path, stage: int
 ) -> None:
@@ -367,20 +401,30 @@ def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_is_not_shipp
     assert "is on none of these hosts" in ended.stderr
     for rank in (0, 1):
         shutil.rmtree(hosts / f"host_{rank}")
-    run_ranks(_shipping_nothing, 2, str(run_file), str(hosts), (*overrides, f"out={tmp_path}/again"), None)
+    out = f"{tmp_path}/again"
+    elsewhere = (*overrides, f"out={out}")
+    run_ranks(_shipping_nothing, 2, str(run_file), str(hosts), elsewhere, None)
     shutil.rmtree(hosts / "host_1" / "run" / "step_000000004")  # an older one lost its half
-    ranks = run_ranks(
-        _with_little_patience, 2, str(run_file), str(hosts), (*overrides, f"out={tmp_path}/again")
-    )
+    ranks = run_ranks(_until_6_is_shipped, 2, str(run_file), str(hosts), out, elsewhere)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "all 6 steps are done" in ranks[0].stdout
     assert f"not shipped to {tmp_path}/again/checkpoints yet: steps " in ranks[0].stderr
     assert 6 in _steps(tmp_path / "again" / "checkpoints")
 
 
-def _with_little_patience(world: World, run_file: str, hosts: str, overrides: tuple[str, ...]) -> Ended:
+def _until_6_is_shipped(
+    world: World, run_file: str, hosts: str, out: str, overrides: tuple[str, ...]
+) -> Ended:
+    """A start that waits for this one checkpoint and no longer."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 6.0)
+    finish, arrived = Shipping.finish, Path(out) / "checkpoints" / "step_000000006" / MANIFEST
+
+    def waited(self: Shipping, patience_seconds: float) -> None:
+        while not arrived.exists():
+            time.sleep(0.05)
+        finish(self, 0.0)
+
+    patch.setattr(Shipping, "finish", waited)
     ended = _on_its_own_host(world, run_file, hosts, overrides)
     patch.undo()
     return ended
@@ -405,7 +449,7 @@ def _with_a_failing_host(
     return ended
 
 
-@pytest.mark.parametrize("at", ["manifest", "sync the folder"])
+@pytest.mark.parametrize("at", ["manifest", slow("sync the folder")])
 def test_a_publication_that_one_host_cannot_make_is_made_by_none(tmp_path: Path, at: str) -> None:
     run_file, overrides = _local(tmp_path / "run")
     hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
@@ -438,7 +482,7 @@ def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> N
     assert "is where checkpoints are saved; name another place" in ended.stderr
 
 
-@pytest.mark.parametrize("step", [0, 2, 99])
+@pytest.mark.parametrize("step", [slow(0), 2, slow(99)])
 def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int) -> None:
     run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
     run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
@@ -497,7 +541,7 @@ def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path
         ("checkpoint.ship_to={out}", "is the run directory; name another place"),
         ("checkpoint.ship_to={file}", "is not a folder"),
         ("checkpoint.local={file}", "is not a folder"),
-        ("checkpoint.local=s3://vault", "is a URL; write a folder of the host itself"),
+        ("checkpoint.local=s3://vault", "is not a path on this host; write one like"),
     ],
 )
 def test_check_finds_places_that_cannot_be(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from tests.runs.chaos import at_write_points, look
 from tests.runs.golden import trace
 from tests.runs.starts import Ended, start
 from tests.scenario import make_run
+from tests.tiers import slow
 
-STEPS = 60
+SHORT, LONG = 20, 60  # steps of a run that is stopped at few places, at many
 COMMAND = [sys.executable, "-m", "ds_pretrain", "train"]
 
 
@@ -78,6 +80,7 @@ PLACES = [
     Term((0, 1), "step", again=True),
     Term((0,), "background write", again=True),
 ]
+SOME = [PLACES[at] for at in (0, 2, 4, 5, 7, 12)]
 SEEDED = random.Random(2)
 RANKS: tuple[tuple[int, ...], ...] = ((0,), (1,), (0, 1))
 MOMENTS = [
@@ -128,17 +131,25 @@ def _before(owner: Any, name: str, act: Callable[[], None]) -> None:
     setattr(owner, name, called)
 
 
-def _make(folder: Path) -> Path:
-    return make_run(folder, steps=STEPS, batch_tokens=32, micro_sequences=1, save_every="2 steps")
+def _make(folder: Path, steps: int) -> Path:
+    return make_run(folder, steps=steps, batch_tokens=32, micro_sequences=1, save_every="2 steps")
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The steps of a run that was never stopped."""
-    run_file = _make(tmp_path_factory.mktemp("straight"))
-    ended = run_ranks(start, 2, str(run_file))
-    assert [rank.code for rank in ended] == [EXIT_FINISHED] * 2
-    return trace(run_file.parent / "out")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """The steps of a run of so many that was never stopped."""
+
+    @cache
+    def train(steps: int) -> list[dict[str, Any]]:
+        run_file = _make(tmp_path_factory.mktemp("straight"), steps)
+        ended = run_ranks(start, 2, str(run_file))
+        assert [rank.code for rank in ended] == [EXIT_FINISHED] * 2
+        return trace(run_file.parent / "out")
+
+    return train
+
+
+Straight = Callable[[int], list[dict[str, Any]]]
 
 
 def _assert_stopped_well(out: Path) -> None:
@@ -151,14 +162,14 @@ def _assert_stopped_well(out: Path) -> None:
     assert read_exit(out) == EXIT_PREEMPTED
 
 
-def _stop_at_each(folder: Path, terms: list[Term], straight: list[dict[str, Any]]) -> None:
+def _stop_at_each(folder: Path, steps: int, terms: list[Term], straight: list[dict[str, Any]]) -> None:
     """Start a run again and again, stopped each time; where it comes to its end, another is begun."""
     overrides, runs, left = ("checkpoint.keep=3",), 0, list(terms)
     while True:
         runs += 1
-        run_file = _make(folder / f"run_{runs}")
+        run_file = _make(folder / f"run_{runs}", steps)
         out = run_file.parent / "out"
-        while left and not (out / "checkpoints" / f"step_{STEPS:09d}").exists():
+        while left and not (out / "checkpoints" / f"step_{steps:09d}").exists():
             ranks = run_ranks(start_and_terminate, 2, str(run_file), left[0], overrides)
             assert "Traceback" not in ranks[0].stderr + ranks[1].stderr, left[0]
             if [rank.code for rank in ranks] == [EXIT_FINISHED] * 2:
@@ -174,29 +185,29 @@ def _stop_at_each(folder: Path, terms: list[Term], straight: list[dict[str, Any]
             return
 
 
+@pytest.mark.parametrize(("steps", "places"), [(SHORT, SOME), slow(LONG, PLACES)], ids=["some", "all"])
 def test_p50_a_signal_at_any_place_of_the_code_saves_and_is_resumed_exactly(
-    tmp_path: Path, straight: list[dict[str, Any]]
+    tmp_path: Path, straight: Straight, steps: int, places: list[Term]
 ) -> None:
     assert {"start", *(term.at for term in PLACES)} == {*BY_CALL, *BY_WRITE_POINT}
-    _stop_at_each(tmp_path, PLACES, straight)
+    _stop_at_each(tmp_path, steps, places, straight(steps))
 
 
+@pytest.mark.slow
 def test_p50_a_signal_at_25_random_moments_saves_and_is_resumed_exactly(
-    tmp_path: Path, straight: list[dict[str, Any]]
+    tmp_path: Path, straight: Straight
 ) -> None:
     assert len(MOMENTS) == 25
-    _stop_at_each(tmp_path, MOMENTS, straight)
+    _stop_at_each(tmp_path, LONG, MOMENTS, straight(LONG))
 
 
-def test_p50_a_signal_in_the_last_save_lets_the_run_finish(
-    tmp_path: Path, straight: list[dict[str, Any]]
-) -> None:
-    run_file = _make(tmp_path)
+def test_p50_a_signal_in_the_last_save_lets_the_run_finish(tmp_path: Path, straight: Straight) -> None:
+    run_file = _make(tmp_path, SHORT)
     ranks = run_ranks(_terminate_at_the_end, 2, str(run_file))
     assert [rank.code for rank in ranks] == [EXIT_FINISHED] * 2
-    assert look(tmp_path / "out").newest == STEPS
+    assert look(tmp_path / "out").newest == SHORT
     assert look(tmp_path / "out").torn == ()
-    assert trace(tmp_path / "out") == straight
+    assert trace(tmp_path / "out") == straight(SHORT)
 
 
 def _terminate_at_the_end(world: World, run_file: str) -> Ended:
@@ -212,7 +223,7 @@ def _launch(run_file: Path) -> subprocess.Popen[str]:
 
 
 def _wait_until(process: subprocess.Popen[str], what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not what():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "the run did not get going"
@@ -247,14 +258,18 @@ def _to_every_process(process: subprocess.Popen[str], ranks: tuple[RankRecord, .
         os.kill(pid, signal.SIGTERM)
 
 
-def test_p50_signals_through_the_real_command(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
-    run_file = _make(tmp_path)
+SENDS = [(_to_the_command, False), (_to_one_rank, True), (_to_every_process, True)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "sends"), [(SHORT, SENDS[:1]), slow(LONG, SENDS)], ids=["to the command", "to each"]
+)
+def test_p50_signals_through_the_real_command(
+    tmp_path: Path, straight: Straight, steps: int, sends: list[Any]
+) -> None:
+    run_file = _make(tmp_path, steps)
     out, steps_before = tmp_path / "out", 0
-    for send, wait_for_a_step in (
-        (_to_the_command, False),
-        (_to_one_rank, True),
-        (_to_every_process, True),
-    ):
+    for send, wait_for_a_step in sends:
         process = _launch(run_file)
         try:
             _wait_until(process, lambda: len(read_ranks(out)) == 2)
@@ -262,7 +277,7 @@ def test_p50_signals_through_the_real_command(tmp_path: Path, straight: list[dic
                 _wait_until(process, lambda: True)
                 time.sleep(0.02)
             send(process, read_ranks(out))
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=600)
         finally:
             process.kill()
         assert process.returncode == EXIT_PREEMPTED, (send.__name__, output)
@@ -272,4 +287,4 @@ def test_p50_signals_through_the_real_command(tmp_path: Path, straight: list[dic
         steps_before = look(out).newest
     ranks = run_ranks(start, 2, str(run_file))
     assert [rank.code for rank in ranks] == [EXIT_FINISHED] * 2
-    assert trace(out) == straight
+    assert trace(out) == straight(steps)

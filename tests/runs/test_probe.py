@@ -15,8 +15,9 @@ from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.engine.engine import ZeroEngine
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank
-from tests.runs.starts import Ended, Stop, start
+from tests.runs.starts import Ended, Stop, copied, start
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
@@ -31,7 +32,7 @@ def _said(out: Path) -> str:
     return str([r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"][-1]["probe"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_p16_every_checkpoint_has_a_probe_and_a_resumed_run_has_its_loss(tmp_path: Path, stage: int) -> None:
     """Of the step after it, or, where none comes, of the batch just trained on; with dropout, bit for bit."""
     run_file = make_run(tmp_path, steps=6, save_every="2 steps", deepspeed=deepspeed_json(stage))
@@ -77,7 +78,15 @@ def _restored_loss(world: World, run_file: str) -> float:
     return losses[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks that was stopped after step 3 of 5."""
+    run_file = make_run(tmp_path_factory.mktemp("stopped"), steps=5, save_every="2 steps")
+    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+    return run_file.parent
+
+
+@pytest.mark.parametrize("num_ranks", [1, slow(4)])
 def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
     options: dict[str, Any] = {"steps": 5, "save_every": "2 steps", "model": PLAIN, "micro_sequences": 1}
     run_file = make_run(tmp_path, **options)
@@ -87,9 +96,8 @@ def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_rank
     assert "its loss on the first micro-batches of step 3 is what it was" in ranks[0].stdout
 
 
-def test_dropout_on_other_ranks_is_not_compared_and_said(tmp_path: Path) -> None:
-    run_file = make_run(tmp_path, steps=5, save_every="2 steps")
-    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+def test_dropout_on_other_ranks_is_not_compared_and_said(stopped: Path, tmp_path: Path) -> None:
+    run_file = copied(stopped, tmp_path)
     [ended] = run_ranks(start, 1, str(run_file))
     assert ended.code == EXIT_FINISHED
     assert "cannot be compared on other ranks: the model drops out at random (attention_dropout = 0.1)" in (
@@ -111,9 +119,10 @@ def _start_with_another_model(world: World, run_file: str, overrides: tuple[str,
     return ended
 
 
-def test_p16_a_model_that_computes_something_else_is_stopped_before_its_first_step(tmp_path: Path) -> None:
-    run_file = make_run(tmp_path, steps=5, save_every="2 steps")
-    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
+def test_p16_a_model_that_computes_something_else_is_stopped_before_its_first_step(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run_file = copied(stopped, tmp_path)
     steps = len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     ranks = run_ranks(_start_with_another_model, 2, str(run_file), ())
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
@@ -179,13 +188,13 @@ def before_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("change", "num_ranks", "said"),
     [
         (("", ""), 2, SAME),
-        (('name = "long"', 'name = "anneal"'), 1, SAME),
-        (('start = "4 steps"', 'start = "5 steps"'), 1, OTHER_POSITIONS.format("main")),
+        slow(('name = "long"', 'name = "anneal"'), 1, SAME),
+        slow(('start = "4 steps"', 'start = "5 steps"'), 1, OTHER_POSITIONS.format("main")),
         (("theta = 5e4", "theta = 7e4"), 1, OTHER_POSITIONS.format("long")),
-        (("theta = 5e4", 'kind = "yarn", factor = 4'), 1, OTHER_POSITIONS.format("long")),
-        (("seq_len = 32", "seq_len = 128"), 1, OTHER_BATCH),
+        slow(("theta = 5e4", 'kind = "yarn", factor = 4'), 1, OTHER_POSITIONS.format("long")),
+        slow(("seq_len = 32", "seq_len = 128"), 1, OTHER_BATCH),
         (("text = 1.0", "text = 0.5, code = 0.5"), 1, OTHER_DATA),
-        (
+        slow(
             ("[batch]\ntokens = 128", '[batch]\ntokens = 256\nramp = { "0" = "128", "4 steps" = "256" }'),
             1,
             OTHER_DATA,
@@ -196,9 +205,8 @@ def test_what_is_changed_right_behind_a_checkpoint_is_no_fault_of_its_weights(
     before_long: Path, tmp_path: Path, change: tuple[str, str], num_ranks: int, said: str
 ) -> None:
     """Its loss was taken under the next phase as that was then: compared if that computes the same still."""
-    shutil.copytree(before_long, tmp_path, dirs_exist_ok=True)
-    text = (tmp_path / "run.toml").read_text().replace(str(before_long), str(tmp_path)).replace(*change)
-    (tmp_path / "run.toml").write_text(text)
-    ranks = run_ranks(start, num_ranks, str(tmp_path / "run.toml"))
+    run_file = copied(before_long, tmp_path)
+    run_file.write_text(run_file.read_text().replace(*change))
+    ranks = run_ranks(start, num_ranks, str(run_file))
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks, ranks[0].stderr
     assert said in _said(tmp_path / "out")

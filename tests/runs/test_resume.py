@@ -121,7 +121,7 @@ def _start_without_data_on_rank_1(world: World, run_file: str) -> Any:
 
 def test_what_one_rank_alone_cannot_read_stops_all_of_them_before_anything_is_written(tmp_path: Path) -> None:
     run_file = make_run(tmp_path, **SMALL)
-    endings = run_ranks(_start_without_data_on_rank_1, 2, str(run_file), timeout_seconds=60)
+    endings = run_ranks(_start_without_data_on_rank_1, 2, str(run_file))
     assert [ended.code for ended in endings] == [EXIT_BAD_INPUT] * 2
     assert "sources.text: no such file on this host" in endings[0].stderr  # rank 0 tells what rank 1 met
     assert "sources.code: nor here" in endings[0].stderr

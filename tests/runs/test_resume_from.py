@@ -12,8 +12,9 @@ import pytest
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Stop, start
+from tests.runs.starts import Stop, copied, start
 from tests.scenario import LLAMA, make_run
+from tests.tiers import slow
 
 OPTIONS: dict[str, Any] = {
     "steps": 6,
@@ -24,11 +25,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def _parent(folder: Path, num_ranks: int = 2) -> Path:
-    """A run that stopped after step 4; the folder of its newest checkpoint."""
-    run_file = make_run(folder, **OPTIONS)
-    run_ranks(start, num_ranks, str(run_file), (), Stop("file", 0, 3))
-    return folder / "out" / "checkpoints" / "step_000000004"
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that stopped after step 4."""
+    run_file = make_run(tmp_path_factory.mktemp("parent"), **OPTIONS)
+    run_ranks(start, 2, str(run_file), (), Stop("file", 0, 3))
+    return run_file.parent
+
+
+@pytest.fixture
+def origin(parent: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint of a copy of that run."""
+    return copied(parent, tmp_path / "parent").parent / "out" / "checkpoints" / "step_000000004"
 
 
 def _child(tmp_path: Path, origin: Path) -> tuple[Path, tuple[str, ...]]:
@@ -39,11 +47,10 @@ def _child(tmp_path: Path, origin: Path) -> tuple[Path, tuple[str, ...]]:
     return run_file, (f"resume_from={origin}", f"out={tmp_path}/child")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, slow(3)])
 def test_a_run_begins_where_the_other_ones_checkpoint_stands_and_trains_what_that_would_have(
-    tmp_path: Path, num_ranks: int
+    origin: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    origin = _parent(tmp_path / "parent")
     run_file, overrides = _child(tmp_path, origin)
     ranks = run_ranks(start, num_ranks, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks
@@ -65,8 +72,10 @@ def test_a_run_begins_where_the_other_ones_checkpoint_stands_and_trains_what_tha
     assert "all 6 steps are done" in ended.stdout
 
 
-def test_what_differs_from_the_other_run_is_refused_or_accepted_and_recorded(tmp_path: Path) -> None:
-    run_file, overrides = _child(tmp_path, _parent(tmp_path / "parent"))
+def test_what_differs_from_the_other_run_is_refused_or_accepted_and_recorded(
+    origin: Path, tmp_path: Path
+) -> None:
+    run_file, overrides = _child(tmp_path, origin)
     ranks = run_ranks(start, 2, str(run_file), (*overrides, "seed=9", "schedule.peak=2e-2"))
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
     assert "`seed` is 9, but the run of" in ranks[0].stderr
@@ -80,8 +89,9 @@ def test_what_differs_from_the_other_run_is_refused_or_accepted_and_recorded(tmp
     assert change == {"attempt": 1, "field": "schedule.peak", "old": 0.01, "new": 0.02}
 
 
-def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(tmp_path: Path) -> None:
-    origin = _parent(tmp_path / "parent")
+def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(
+    origin: Path, tmp_path: Path
+) -> None:
     run_file, overrides = _child(tmp_path, origin)
     shard = next(origin.glob("*optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -99,8 +109,10 @@ def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(tmp_
     assert shard.exists()
 
 
-def test_a_run_that_lost_its_own_checkpoints_does_not_begin_again_from_the_other_ones(tmp_path: Path) -> None:
-    run_file, overrides = _child(tmp_path, _parent(tmp_path / "parent"))
+def test_a_run_that_lost_its_own_checkpoints_does_not_begin_again_from_the_other_ones(
+    origin: Path, tmp_path: Path
+) -> None:
+    run_file, overrides = _child(tmp_path, origin)
     run_ranks(start, 2, str(run_file), overrides)
     shutil.rmtree(tmp_path / "child" / "checkpoints")
     [ended] = run_ranks(start, 1, str(run_file), overrides)
@@ -108,9 +120,11 @@ def test_a_run_that_lost_its_own_checkpoints_does_not_begin_again_from_the_other
     assert "had a checkpoint at step 6 and now has none" in ended.stderr
 
 
-def test_a_universal_checkpoint_of_deepspeeds_own_tool_takes_its_word_and_a_flag(tmp_path: Path) -> None:
+def test_a_universal_checkpoint_of_deepspeeds_own_tool_takes_its_word_and_a_flag(
+    origin: Path, tmp_path: Path
+) -> None:
     """DeepSpeed's files are pickles, which can run code: without our manifest a person has to trust them."""
-    origin, foreign = _parent(tmp_path / "parent"), tmp_path / "foreign"
+    foreign = tmp_path / "foreign"
     subprocess.run(
         [
             *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),

@@ -14,11 +14,10 @@ from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.watchdog.rollback_log import read_cure
 from tests.ranks import KILLED, run_ranks
+from tests.runs.conftest import Trained
 from tests.runs.golden import trace
-from tests.runs.sick import CURE_POINTS, Fault, make_sick_run, run_sick
-
-BATCH = 8  # samples of a step
-POISON = Fault("data", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
+from tests.runs.sick import BATCH, CURE_POINTS, POISON, Fault, make_sick_run, run_sick
+from tests.tiers import slow
 
 
 def _events(out: Path, kind: str) -> list[Any]:
@@ -30,12 +29,10 @@ def _final_loss(out: Path) -> float:
 
 
 def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_been_there(
-    tmp_path: Path,
+    healthy_run: Trained, healed_run: Trained
 ) -> None:
-    clean_file, sick_file = make_sick_run(tmp_path / "clean"), make_sick_run(tmp_path / "sick")
-    run_ranks(run_sick, 2, str(clean_file), None)
-    ranks = run_ranks(run_sick, 2, str(sick_file), POISON)
-    out = tmp_path / "sick" / "out"
+    ranks, sick_file = healed_run
+    out = sick_file.parent / "out"
     assert [code for code, _, _ in ranks] == [0, 0]
     rollbacks = _events(out, "rollback")
     assert [r["response"] for r in rollbacks] == ["replay", "skip"]
@@ -45,7 +42,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert skip.start <= POISON.first
     assert skip.stop >= POISON.stop
     [(_, _, (_, _, samples)), _] = ranks
-    assert _final_loss(out) == pytest.approx(_final_loss(tmp_path / "clean" / "out"), abs=0.05)
+    assert _final_loss(out) == pytest.approx(_final_loss(healthy_run[1].parent / "out"), abs=0.05)
     assert len(trace(out)) == 40
     assert "going on from the calm checkpoint of step" in ranks[0][1]
     assert len(samples) >= 40
@@ -75,23 +72,25 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
     return set(sampler.skipped(skip).listed())
 
 
+@pytest.mark.slow
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_sick_run(tmp_path, micro_sequences=2)  # in one micro-batch its norms overflow for good
     ranks = run_ranks(run_sick, 2, str(run_file), Fault("state", 22))
     assert [code for code, _, _ in ranks] == [0, 0]
     assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay"]
     assert read_cure(tmp_path / "out").ledger.skips == ()
 
 
-def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(tmp_path: Path) -> None:
-    clean_file, sick_file = make_sick_run(tmp_path / "clean"), make_sick_run(tmp_path / "sick")
-    clean = run_ranks(run_sick, 2, str(clean_file), None)
-    sick = run_ranks(run_sick, 2, str(sick_file), Fault("passing", 22))
-    assert [r["response"] for r in _events(tmp_path / "sick" / "out", "rollback")] == ["replay"]
+def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
+    healthy_run: Trained, tmp_path: Path
+) -> None:
+    clean, clean_file = healthy_run
+    sick = run_ranks(run_sick, 2, str(make_sick_run(tmp_path)), Fault("passing", 22))
+    out = tmp_path / "out"
+    assert [r["response"] for r in _events(out, "rollback")] == ["replay"]
     assert [ended[0] for _, _, ended in sick] == [ended[0] for _, _, ended in clean]
-    losses = [[step["loss"] for step in trace(tmp_path / name / "out")] for name in ("clean", "sick")]
+    losses = [[step["loss"] for step in trace(place)] for place in (clean_file.parent / "out", out)]
     assert losses[0] == losses[1]
-    out = tmp_path / "sick" / "out"
     [compared] = _events(out, "compared")
     assert (compared["finding"], compared["first_difference"], compared["ranks"]) == ("passing_fault", 23, [])
     assert "so the update of step 22 or the weights after it" in compared["message"]
@@ -135,6 +134,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert len(trace(out)) == 40
 
 
+@pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     stops = (str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
@@ -161,6 +161,7 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
         assert (ended, words in said) == (code, True), said
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("data", 38 * BATCH, 40 * BATCH))
@@ -197,6 +198,7 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
     assert "ZeRO-3, overlap_comm = true; to rule it out set" in warning["message"]
 
 
+@pytest.mark.slow
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
     ranks = run_ranks(run_sick, 2, str(spent), POISON, ("watchdog.rollbacks=1",))
@@ -216,22 +218,25 @@ def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     assert _events(out, "rollback") == []
 
 
-def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [CURE_POINTS, slow((*CURE_POINTS, "leave", "load"))], ids=["some", "all"])
+def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
+    healed_run: Trained, tmp_path: Path, kills: tuple[str, ...]
+) -> None:
     """Before the replay is written down, after it, and as the skip begins to load: bitwise all the same."""
-    whole_file, cut_file = make_sick_run(tmp_path / "whole"), make_sick_run(tmp_path / "cut")
-    whole = run_ranks(run_sick, 2, str(whole_file), POISON)
-    for kill_at in (*CURE_POINTS, "leave", "load"):
+    whole, whole_file = healed_run
+    cut_file = make_sick_run(tmp_path)
+    for kill_at in kills:
         ended = run_ranks(run_sick, 2, str(cut_file), POISON, (), kill_at, allow_kill=True)
         assert ended == [KILLED] * 2, kill_at
     cut = run_ranks(run_sick, 2, str(cut_file), POISON)
     assert [code for code, _, _ in cut] == [0, 0]
-    out = tmp_path / "cut" / "out"
+    out = tmp_path / "out"
     assert len(read_cure(out).ledger.skips) == 1
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
     assert [ended[0] for _, _, ended in cut] == [ended[0] for _, _, ended in whole]
-    assert trace(out)[-10:] == trace(tmp_path / "whole" / "out")[-10:]
+    assert trace(out)[-10:] == trace(whole_file.parent / "out")[-10:]
     for kind in ("rollback", "suspects"):  # told at the next start where the process died before it
         assert [told["incident"] for told in _events(out, kind)] == [1, 2], kind
-    told, whole_told = _events(out, "suspects"), _events(tmp_path / "whole" / "out", "suspects")
+    told, whole_told = _events(out, "suspects"), _events(whole_file.parent / "out", "suspects")
     assert [one["samples"] for one in told] == [one["samples"] for one in whole_told]
     assert [one["finding"] for one in _events(out, "compared")] == ["data_or_state"]

@@ -63,6 +63,7 @@ def test_after_a_skip_everything_is_bitwise_that_of_a_fresh_run_with_that_ledger
     assert {step: validations(outs[0])[step] for step in checked} == checked
 
 
+@pytest.mark.slow
 def test_after_a_skip_one_rank_reads_the_same_samples_as_two_and_learns_the_same(tmp_path: Path) -> None:
     sick_file, sick, to_step = _skipped_run(tmp_path / "sick", steps=28)
     fresh_file = _fresh(sick_file, tmp_path / "fresh", to_step, steps=28)

@@ -18,6 +18,7 @@ from tests.ranks import KILLED, run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.sick import Fault, make_sick_run, run_sick
 from tests.scenario import LLAMA, deepspeed_json, make_run
+from tests.tiers import slow
 
 LONG, LAST = 6, 12
 PHASE = f"""
@@ -73,7 +74,7 @@ def _same_run(out: Path, unshared: Any, rel: float) -> None:
         assert [record[key] for record in here] == pytest.approx([r[key] for r in there], rel=rel), key
 
 
-@pytest.mark.parametrize(("num_ranks", "shared", "stage"), [(2, 2, 3), (4, 2, 1)])
+@pytest.mark.parametrize(("num_ranks", "shared", "stage"), [(2, 2, 3), slow(4, 2, 1)])
 def test_a_shared_run_reads_learns_and_measures_as_an_unshared_one(
     unshared: Any, tmp_path: Path, num_ranks: int, shared: int, stage: int
 ) -> None:
@@ -101,13 +102,13 @@ def test_killed_in_both_phases_a_shared_run_is_bitwise_the_one_that_was_not(tmp_
     """With dropout: each rank's stream is its own."""
     straight, cut = (_make(tmp_path / name, 2, dropout=0.1) for name in ("straight", "cut"))
     whole = run_ranks(run_rank, 2, str(straight))
-    for step in (LONG - 2, LONG, LONG + 3):
+    for step in (LONG - 2, LONG + 3):
         assert run_ranks(run_rank, 2, str(cut), step, allow_kill=True) == [KILLED] * 2
     ended = run_ranks(run_rank, 2, str(cut))
     assert [digest for digest, _, _ in ended] == [digest for digest, _, _ in whole]
     assert trace(tmp_path / "cut" / "out") == trace(tmp_path / "straight" / "out")
     probes = [r["probe"] for r in read_metrics(tmp_path / "cut" / "out" / "metrics.jsonl") if "probe" in r]
-    assert len(probes) == 3
+    assert len(probes) == 2
     assert all("is what it was" in probe for probe in probes)
 
 
@@ -118,6 +119,7 @@ def _stop(world: World, run_file: str, step: int) -> None:
         train(plan, world, stop, run_lock(plan.out), Wish(step))
 
 
+@pytest.mark.slow
 def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_again(tmp_path: Path) -> None:
     run_file = _make(tmp_path, 2)
     run_ranks(_stop, 2, str(run_file), LONG + 1)  # no step follows whose loss could be taken
@@ -127,6 +129,7 @@ def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_ag
     assert f"its loss on the first micro-batches of step {LONG + 1} is what it was" in probe
 
 
+@pytest.mark.slow
 def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_path: Path) -> None:
     run_file = _make(tmp_path, 1)
     samples: dict[int, Any] = {}
@@ -143,6 +146,7 @@ def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_
     assert main(["audit", str(tmp_path / "out"), "--all"]) == 0
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_path: Path) -> None:
     config = {**deepspeed_json(), "sequence_parallel_size": 2}
     run_file = make_sick_run(tmp_path, deepspeed=config)
@@ -157,6 +161,7 @@ def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_pat
     assert all(a == b and c == d for a, b, c, d in told["rank_losses"].values())
 
 
+@pytest.mark.slow
 def test_with_dropout_the_loss_of_a_checkpoint_is_not_compared_by_ranks_that_share_otherwise(
     tmp_path: Path,
 ) -> None:

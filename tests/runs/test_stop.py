@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.runs.starts import Stop, start
 from tests.scenario import make_run
+from tests.tiers import slow_but
 
 STEPS = 6
 STOPS = {
@@ -30,7 +31,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_file.parent / "out"
 
 
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("name", slow_but(STOPS, "SIGTERM to rank 1", "stop file during start-up"))
 def test_a_stop_is_saved_by_all_ranks_and_resumed_exactly(tmp_path: Path, straight: Path, name: str) -> None:
     stop, step = STOPS[name]
     run_file = make_run(tmp_path, steps=STEPS, save_every="100 steps")
@@ -55,6 +56,7 @@ def test_a_stop_is_saved_by_all_ranks_and_resumed_exactly(tmp_path: Path, straig
     assert trace(out) == trace(straight)
 
 
+@pytest.mark.slow
 def test_three_stops_in_a_row_are_as_exact_as_one(tmp_path: Path, straight: Path) -> None:
     run_file = make_run(tmp_path, steps=STEPS, save_every="100 steps")
     for rank, step in ((1, 1), (0, 3), (1, None)):  # the last start stops after its first step: 5

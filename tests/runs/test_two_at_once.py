@@ -27,6 +27,7 @@ from tests.runs import elastic
 from tests.runs.chaos import look
 from tests.runs.starts import Ended, start
 from tests.scenario import make_run, write_corpus
+from tests.tiers import slow
 
 
 def _spied(world: World, folder: str) -> list[tuple[str, str]]:
@@ -89,7 +90,7 @@ def _lose_a_shard(world: World, folder: str, lost: str) -> Any:
     return outcome.problem
 
 
-@pytest.mark.parametrize("lost", ["gone", "emptied"])
+@pytest.mark.parametrize("lost", ["gone", slow("emptied")])
 def test_p21_a_shard_that_is_lost_before_publication_fails_the_save_loudly(tmp_path: Path, lost: str) -> None:
     for problem in run_ranks(_lose_a_shard, 2, str(tmp_path), lost):
         assert problem is not None
@@ -119,7 +120,7 @@ def _save_asked_of(world: World, run_file: str, asked: int) -> tuple[Ended, list
         return start(world, run_file), saved
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [slow(0), 1])
 def test_p23_a_save_that_one_rank_is_asked_for_is_saved_by_all_at_one_step(
     tmp_path: Path, asked: int
 ) -> None:
@@ -138,7 +139,7 @@ def _start_on_its_own_disk(world: World, folder: str) -> Ended:
     return start(world, "run.toml")
 
 
-@pytest.mark.parametrize("corpus", ["text", "held_out"])
+@pytest.mark.parametrize("corpus", ["text", slow("held_out")])
 def test_p40_ranks_whose_hosts_hold_other_files_under_the_same_path_do_not_train(
     tmp_path: Path, corpus: str
 ) -> None:
@@ -166,7 +167,7 @@ def test_p40_two_prepares_of_one_corpus_at_once_leave_one_whole_corpus(tmp_path:
         subprocess.Popen([*command, "--out", str(tmp_path / "both")], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in both]
+    said = [process.communicate(timeout=600)[1] for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes in ([0, 0], [0, EXIT_BAD_INPUT]), said
     assert not any("Traceback" in text for text in said), said

@@ -28,12 +28,14 @@ from ds_pretrain.engine import partitions
 from ds_pretrain.training.resume import Wish
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run
+from tests.tiers import slow_but
 
 K = 2
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # so that a random stream bears on nothing else
 Plant = Callable[[World, list[Any], pytest.MonkeyPatch], None]  # does harm to a start that has resumed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> None:
     """Two real launches of two ranks; the run file's own places and services are left alone."""
     run_file = make_run(tmp_path / "run", save_every="1 steps")
@@ -55,7 +57,7 @@ def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> 
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-2:] == [
@@ -270,7 +272,7 @@ PLANTS: dict[str, tuple[Plant, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("plant", "named"), PLANTS.values(), ids=PLANTS)
+@pytest.mark.parametrize(("plant", "named"), slow_but(PLANTS.values(), PLANTS["a random stream"]), ids=PLANTS)
 def test_what_a_resume_changes_is_named(
     plant: Plant, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

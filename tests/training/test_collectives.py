@@ -12,6 +12,7 @@ from ds_pretrain.train import main
 from ds_pretrain.training.saver import Saver
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 
 def _count(world: World, run_file: str, *overrides: str) -> Any:
@@ -36,7 +37,7 @@ def _count(world: World, run_file: str, *overrides: str) -> Any:
     return code, steps[1:], any(limits)  # the first ones open the run
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_a_step_has_one_reduction_of_ours_and_the_watchdog_adds_none(tmp_path: Path, stage: int) -> None:
     dropping = ["watchdog.window=8", "watchdog.drop_sigmas=100"]
     found = {}

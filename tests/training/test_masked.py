@@ -26,6 +26,7 @@ from ds_pretrain.models.param_groups import parameter_groups
 from tests.engine.small import NO_DROPOUT, SEQ_LEN, scale_sensitive
 from tests.ranks import run_ranks
 from tests.scenario import make_run
+from tests.tiers import slow
 
 SEQUENCES = 4
 RATE = 1e-2
@@ -94,7 +95,7 @@ def _alone(plan: Plan) -> tuple[float, float]:
     return loss.item(), float(norm)
 
 
-@pytest.mark.parametrize(("recompute", "micro_sequences"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("recompute", "micro_sequences"), [slow(False, 1), (True, 2)])
 def test_p38_a_packed_batch_on_two_ranks_trains_as_each_document_alone(
     tmp_path: Path, recompute: bool, micro_sequences: int
 ) -> None:

@@ -1,5 +1,6 @@
 """A batch that changes from step to step is plain torch's: no window holds what belongs to another."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.engine.small import (
 from tests.ranks import run_ranks
 from tests.runs.golden import run_rank, trace
 from tests.scenario import make_run
+from tests.tiers import slow, slow_but
 
 RATE = 0.02  # of an Adam whose epsilon is as large as the gradients: a wrong scale shows in the weights
 NEAR = {"rel": 3e-6, "abs": 0.0}  # a window that took or lacked one micro-batch is off by tenths
@@ -55,8 +57,7 @@ def _change_each_step(world: World, run_file: str, managed: bool = False) -> Any
     return found, wanted, largest_difference(whole_weights(engine), expected.weights)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "num_ranks"), slow_but(product((1, 2, 3), (1, 2)), (2, 1), (3, 2)))
 def test_each_window_is_plain_torchs_across_every_change_of_the_batch(
     tmp_path: Path, stage: int, num_ranks: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_each_window_is_plain_torchs_across_every_change_of_the_batch(
         assert difference < 2e-6
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_were_the_engine_to_count_windows_they_would_be_mixed(tmp_path: Path, stage: int) -> None:
     """What the test above is worth: with DeepSpeed's own counter some step has no update or another norm."""
     run_file = make_run(tmp_path, deepspeed=scale_sensitive(stage), model=NO_DROPOUT)
@@ -116,7 +117,7 @@ def _whole_run(run_file: str) -> tuple[list[float], list[float], list[int]]:
     return losses, norms, tokens
 
 
-@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "num_ranks"), [slow(1, 2), slow(2, 2), slow(3, 1), (3, 2)])
 def test_a_run_whose_batch_rises_four_times_is_plain_torch_on_the_same_samples(
     tmp_path: Path, stage: int, num_ranks: int
 ) -> None:

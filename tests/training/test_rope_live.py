@@ -1,6 +1,7 @@
 """Rotary positions that change under a real, open ZeRO-3 engine, and after a restart."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.models.rope_reference import TOLERANCE, check_rope
 from tests.models.tiny import rotary_tables
 from tests.ranks import run_ranks
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow_but
 
 RATE = 1e-2
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,9 +70,10 @@ def _change_train_save_load(
     )
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "change", "bf16"),
+    slow_but(product(MODELS, CHANGES, (False, True)), ("llama", "theta", True), ("qwen3", "yarn", False)),
+)
 def test_p58_positions_change_under_an_open_engine_and_are_the_same_after_a_restart(
     tmp_path: Path, family: str, change: str, bf16: bool
 ) -> None:

@@ -18,9 +18,10 @@ from ds_pretrain.training.preflight import prepare_inputs
 from ds_pretrain.training.setup import open_run_engine, validation_sets
 from ds_pretrain.training.validation import evaluate
 from tests.engine.small import whole_model
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_each
 from tests.runs.golden import run_rank, trace, validations
 from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow
 
 
 def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) -> Any:
@@ -43,15 +44,16 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
 
 def test_p09_training_is_bitwise_the_same_with_validation_at_every_step_or_never(tmp_path: Path) -> None:
     """With dropout on, so that one number drawn by a validation would show."""
-    outcomes = {}
+    outcomes, calls = {}, {}
     for every in ("1 step", "7 steps", "never"):
         run_file = make_run(tmp_path / every, steps=9, save_every="100 steps")
         overrides = () if every == "never" else (f"validation.every={every}",)
         if every == "never":
             head, rest = run_file.read_text().split("[validation]")
             run_file.write_text(f"{head}[checkpoint]{rest.split('[checkpoint]')[1]}")
-        results = run_ranks(_train_and_watch, 2, str(run_file), overrides)
-        out = run_file.parent / "out"
+        calls[every] = (str(run_file), overrides)
+    for every, results in zip(calls, run_ranks_each(_train_and_watch, 2, *calls.values()), strict=True):
+        out = tmp_path / every / "out"
         outcomes[every] = [digest for digest, _ in results], trace(out)
         num_passes = {"1 step": 9, "7 steps": 2, "never": 0}[every]  # the last step is always validated
         assert len(validations(out)) == num_passes
@@ -101,7 +103,7 @@ def _as_before(engine: Any, chosen: Any, world: World) -> float | None:
     return nll / count
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_the_validation_loss_is_plain_torchs_mean_on_any_number_of_ranks(tmp_path: Path, stage: int) -> None:
     """P-43: seven samples, which neither 2 nor 3 ranks nor micro-batches of 2 divide; no rank waits."""
     run_file = make_run(tmp_path, micro_sequences=2, batch_tokens=16 * 12, deepspeed=deepspeed_json(stage))
@@ -203,10 +205,12 @@ def test_retrieval_is_the_same_on_any_number_of_ranks_and_moves_nothing(tmp_path
 
 
 def test_a_run_puts_positions_and_keys_on_file_where_it_is_asked_to(tmp_path: Path) -> None:
+    calls = []
     for name, asked in (("asked", ("validation.retrieval=true",)), ("plain", ())):
         run_file = make_run(tmp_path / name, steps=4, batch_tokens=256)
         overrides = ("phases.0.seq_len=64", "batch.micro_sequences=1", "validation.every=4 steps", *asked)
-        run_ranks(run_rank, 2, str(run_file), None, overrides)
+        calls.append((str(run_file), None, overrides))
+    run_ranks_each(run_rank, 2, *calls)
     asked_for, plain = (
         next(r for r in read_metrics(tmp_path / name / "out/metrics.jsonl") if r["event"] == "validation")
         for name in ("asked", "plain")
