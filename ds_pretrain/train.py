@@ -259,9 +259,7 @@ def _record_exit(plan: Plan, code: int) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # threads that gloo leaves can abort an interpreter that takes itself apart: not an exit code
+    os._exit(exit_code)  # threads that gloo leaves behind can abort an interpreter that takes itself apart
