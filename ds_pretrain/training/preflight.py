@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_pretrain.checkpoint.manifest import published, step_of
 from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
-from ds_pretrain.config.plan import Plan, check_world
+from ds_pretrain.config.plan import Plan, check_world, drop_problems, sharing_problems
 from ds_pretrain.config.schema import HeldOutSection
 from ds_pretrain.config.timeline import Segment, accumulation, worlds_that_divide
 from ds_pretrain.core.errors import InputError
@@ -22,8 +22,12 @@ from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.inspect import check_source, describe_source
 from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
-from ds_pretrain.engine.skip_step import drop_problems
-from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_model, mask_warnings, sharing_problems
+from ds_pretrain.models.config_check import (
+    QK_NORM_ADDABLE,
+    check_model,
+    mask_warnings,
+    shared_attention_problems,
+)
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.pretrained import Base, read_base
 from ds_pretrain.models.rope_config import rope_value_problems
@@ -97,7 +101,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += rope_value_problems(plan.model, plan.run.model.config) or [
         *model_problems(plan),
-        *sharing_problems(plan.run, plan.run_path, plan.model, plan.sequence_parallel_size),
+        *_sharing_problems(plan),
     ]
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
@@ -107,11 +111,20 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += _tokenizer_problems(inputs)
     problems += _base_problems(plan, inputs)
     problems += directory_problems(plan, inputs.data, newest_here(plan), origin_here(plan)) or lost_here(plan)
-    problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
+    problems += drop_problems(plan)
     problems += version_problems()
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
     return list(dict.fromkeys(problems))
+
+
+def _sharing_problems(plan: Plan) -> list[str]:
+    """Why ranks cannot share the sequences of this run (`sequence_parallel_size`)."""
+    if (num_sharing := plan.sequence_parallel_size) == 1:
+        return []
+    longest = max(phase.seq_len for phase in plan.run.phases)
+    problems = [*sharing_problems(plan), *shared_attention_problems(plan.model, num_sharing, longest)]
+    return [f"{plan.run.deepspeed} sets `sequence_parallel_size` = {num_sharing}, {p}" for p in problems]
 
 
 def build_problems(plan: Plan, base: Base | None) -> list[str]:
