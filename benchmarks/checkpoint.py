@@ -46,8 +46,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier, from_main, gather_rows
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.indexed import IndexedWriter
-from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import ZeroEngine, initialize_distributed
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.training.setup import open_run_engine
 

@@ -44,8 +44,7 @@ from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.data.validation_set import make_validation_set
-from ds_pretrain.engine.engine import Engine
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import Engine, initialize_distributed
 from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.resume import Wish

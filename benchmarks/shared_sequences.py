@@ -32,7 +32,7 @@ from ds_pretrain.commands.sample import whole_model
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.data.loader import Batch, MicroBatch
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import initialize_distributed
 from ds_pretrain.models.param_groups import parameter_groups
 from ds_pretrain.training.setup import open_run_engine
 from ds_pretrain.training.step import take_step

@@ -37,8 +37,7 @@ from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.data.loader import MicroBatch
-from ds_pretrain.engine.engine import Engine, Update, ZeroEngine
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import Engine, Update, ZeroEngine, initialize_distributed
 from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_feed, open_run_engine

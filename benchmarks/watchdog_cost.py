@@ -37,9 +37,8 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine import engine as engine_module
-from ds_pretrain.engine.engine import Update, ZeroEngine
+from ds_pretrain.engine.engine import Update, ZeroEngine, initialize_distributed
 from ds_pretrain.engine.skip_step import dropping_above
-from ds_pretrain.engine.start import initialize_distributed
 from ds_pretrain.train import train
 from ds_pretrain.training.rollback import Watchdog
 from ds_pretrain.training.saver import Saver

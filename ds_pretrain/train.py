@@ -35,8 +35,7 @@ from ds_pretrain.core.text import say
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.usage import read_so_far
 from ds_pretrain.data.validation_set import ValidationSet
-from ds_pretrain.engine.engine import Engine
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import Engine, initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.compatibility import claim
 from ds_pretrain.training.preflight import announce, prepare_inputs, skipped_lines

@@ -154,7 +154,7 @@ def _rank_main(
     import deepspeed
     import torch
 
-    from ds_pretrain.engine.start import quiet_deepspeed
+    from ds_pretrain.engine.engine import quiet_deepspeed
 
     torch.set_num_threads(1)
     quiet_deepspeed()

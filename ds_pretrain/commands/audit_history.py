@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ds_pretrain.checkpoint.manifest import RUN_STATE, published, step_name
-from ds_pretrain.config.loader import parse_run
-from ds_pretrain.config.plan import Plan, load_plan
+from ds_pretrain.config.plan import Plan, load_plan, parse_run
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned

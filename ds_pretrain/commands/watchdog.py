@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.config.loader import parse_run, parse_watchdog
-from ds_pretrain.config.plan import load_plan
+from ds_pretrain.config.loader import Section, parse_sections
+from ds_pretrain.config.plan import load_plan, parse_run
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_as, read_metrics
@@ -102,6 +102,12 @@ def _said(found: Sequence[Incident]) -> str:
     return f"{action}, {told.verdict.kind}{since}{more}"
 
 
+class _WatchdogOnly(Section):
+    """The part of a run file that is needed."""
+
+    watchdog: WatchdogSection = WatchdogSection()
+
+
 @dataclass(frozen=True)
 class _LastStart:
     """The part of run.json that is needed: the command line at the run's last start."""
@@ -116,7 +122,7 @@ def read_settings(place: Path, overrides: Sequence[str]) -> tuple[Path | None, W
         InputError: with what cannot be read, and how it should look.
     """
     if place.is_file() and place.suffix != ".toml":
-        return None, parse_watchdog(overrides)
+        return None, parse_sections("", _WatchdogOnly, overrides).watchdog
     if place.is_file():
         plan = load_plan(place, overrides)
         return plan.out, plan.run.watchdog
@@ -124,7 +130,7 @@ def read_settings(place: Path, overrides: Sequence[str]) -> tuple[Path | None, W
         raise InputError(f"{place} is no CSV file, no run file, and no run directory with a {METRICS}")
     run_file, record = place / "run.toml", place / "run.json"
     if not run_file.is_file():
-        return place, parse_watchdog(overrides)
+        return place, parse_sections("", _WatchdogOnly, overrides).watchdog
     try:
         text = read_text(record, "run record") if record.is_file() else "{}"
         saved = read_as(_LastStart, text, extra="ignore").overrides

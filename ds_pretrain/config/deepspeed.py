@@ -8,16 +8,22 @@ noticed.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from ds_pretrain.config.loader import explain, find_errors
-from ds_pretrain.config.schema import Fraction01, Positive, Run, Section, as_tuple, one_or_more
-from ds_pretrain.config.timeline import Timeline
+from ds_pretrain.config.loader import (
+    Fraction01,
+    Positive,
+    Section,
+    as_tuple,
+    explain,
+    find_errors,
+    one_or_more,
+)
 
 VERSIONS = ((0, 19, 8), (0, 20))  # from the first on, below the second; pyproject.toml says the same
 
@@ -235,17 +241,28 @@ REFUSED_CHECKPOINT_KEYS = {
 REFUSED = {"": REFUSED_KEYS, "zero_optimization": REFUSED_ZERO_KEYS, "checkpoint": REFUSED_CHECKPOINT_KEYS}
 
 
-def check_deepspeed(config: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> list[str]:
-    """Every problem in the JSON, alone and against the run file; both files and both values are named."""
+def check_deepspeed(
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    peak: float,
+    sizes: Sequence[tuple[int, int]],
+    accumulation: int | None,
+    run_path: str,
+) -> list[str]:
+    """Every problem in the JSON, alone and against the run file; both files and both values are named.
+
+    `sizes` are the sequences of a step and those of a micro-batch, in the order in which the run meets them.
+    """
     sound = deepcopy(dict(config))
     problems = [
         *_refused(sound),
         *_wrong_values(sound, DeepSpeedJson),
-        *_optimizer(sound, run, run_path),
-        *_batch(sound, run, timeline, run_path),
+        *_optimizer(sound, peak, run_path),
+        *_batch(sound, sizes, accumulation, run_path),
         *_pairs(sound),
     ]
-    return list(dict.fromkeys(f"{run.deepspeed}: {problem}" for problem in problems))
+    return list(dict.fromkeys(f"{name}: {problem}" for problem in problems))
 
 
 def check_ranks(
@@ -371,12 +388,12 @@ def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "
         table.pop(key, None)
 
 
-def _optimizer(sound: Mapping[str, Any], run: Run, run_path: str) -> Iterator[str]:
+def _optimizer(sound: Mapping[str, Any], peak: float, run_path: str) -> Iterator[str]:
     optimizer = sound.get("optimizer", {})
     params = optimizer.get("params", {})
     if (rate := params.pop("lr", None)) is not None:
         yield (
-            f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak = {run.schedule.peak}; "
+            f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak = {peak}; "
             "delete it from the JSON: the run file owns the rate"
         )
     if params.pop("max_grad_norm", None) is not None:
@@ -386,16 +403,19 @@ def _optimizer(sound: Mapping[str, Any], run: Run, run_path: str) -> Iterator[st
         yield f"{problem} ({known.__name__})" if problem.startswith("unknown") else problem
 
 
-def _batch(sound: Mapping[str, Any], run: Run, timeline: Timeline, run_path: str) -> Iterator[str]:
-    sizes = [(segment.sequences, run.micro_sequences(segment.phase)) for segment in timeline.segments]
-    (sequences, micro), asked, first = sizes[0], run.batch.accumulation, ""
+def _batch(
+    sound: Mapping[str, Any], sizes: Sequence[tuple[int, int]], accumulation: int | None, run_path: str
+) -> Iterator[str]:
+    (sequences, micro), first = sizes[0], ""
     if len(set(sizes)) > 1:
         first = " in the first step, and others later: no number fits them all"
     yield from _owned(sound, "train_batch_size", sequences, f"batch.tokens / seq_len{first}", run_path)
     yield from _owned(
         sound, "train_micro_batch_size_per_gpu", micro, f"batch.micro_sequences{first}", run_path
     )
-    yield from _owned(sound, "gradient_accumulation_steps", asked, f"batch.accumulation{first}", run_path)
+    yield from _owned(
+        sound, "gradient_accumulation_steps", accumulation, f"batch.accumulation{first}", run_path
+    )
     if sound.get("managed_gradient_accumulation") is True:
         yield (
             "`managed_gradient_accumulation` = true; set it to false: the trainer owns the accumulation "

@@ -1,18 +1,19 @@
-"""From the text of a run file and the overrides of a command line to the tree of `schema.py`."""
+"""Tables of a file as a frozen tree of sections: TOML text and overrides in, every problem in one report."""
 
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_pretrain.config.schema import Run, Section, WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import listed, shown
 
-_SOURCES = (["sources"], ["validation", "sources"])
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
 # Where pydantic's text speaks of Python (https://docs.pydantic.dev/latest/errors/validation_errors/).
 _WORDS = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "expected a section with keys"),
@@ -22,22 +23,33 @@ _WORDS = {
 }
 
 
-class _WatchdogOnly(Section):
-    watchdog: WatchdogSection = WatchdogSection()
+class Section(BaseModel):
+    """A table of a file: frozen, strict about types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def parse_watchdog(overrides: Sequence[str]) -> WatchdogSection:
-    """The defaults, with `watchdog.key=value` overrides. Raises InputError with every problem."""
-    data: dict[str, Any] = {}
-    problems = [problem for override in overrides for problem in _apply(data, override)]
-    problems += (explain(error, _WatchdogOnly) for error in find_errors(data, _WatchdogOnly))
-    if problems:
-        raise InputError(problems)
-    return _WatchdogOnly.model_validate(data).watchdog
+def as_tuple(value: Any) -> Any:
+    """A list of TOML as what is frozen."""
+    return tuple(value) if isinstance(value, list) else value
 
 
-def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
-    """TOML text and `a.b=c` overrides to a `Run`.
+def one_or_more(value: Any) -> Any:
+    """A list of TOML, or what stands for a list of one, as what is frozen."""
+    return as_tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+_Root = TypeVar("_Root", bound=Section)
+
+
+def parse_sections(
+    text: str,
+    root: type[_Root],
+    overrides: Sequence[str] = (),
+    name: str = "run file",
+    tables_by_path: Sequence[Sequence[str]] = (),
+) -> _Root:
+    """TOML text and `a.b=c` overrides to a tree. A table in `tables_by_path` may be its path alone.
 
     Raises:
         InputError: with every unknown key, wrong type and missing key found.
@@ -48,14 +60,14 @@ def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") 
         raise InputError(f"{name} is not valid TOML: nested too deeply; expected a few levels") from None
     except ValueError as error:  # also a number of thousands of digits
         raise InputError(f"{name} is not valid TOML: {error}") from error
-    of_file = {(found["loc"], found["type"]) for found in find_errors(data, Run)}
-    problems = [problem for override in overrides for problem in _apply(data, override)]
-    for found in find_errors(data, Run):
+    of_file = {(found["loc"], found["type"]) for found in find_errors(data, root)}
+    problems = [problem for override in overrides for problem in _apply(data, override, tables_by_path)]
+    for found in find_errors(data, root):
         is_of_file = not overrides or (found["loc"], found["type"]) in of_file
-        problems.append(f"{name if is_of_file else _blamed(overrides, found['loc'])}: {explain(found, Run)}")
+        problems.append(f"{name if is_of_file else _blamed(overrides, found['loc'])}: {explain(found, root)}")
     if problems:
         raise InputError(problems)
-    return Run.model_validate(data)
+    return root.model_validate(data)
 
 
 def find_errors(data: Mapping[str, Any], root: type[BaseModel]) -> list[Any]:
@@ -119,7 +131,7 @@ def _blamed(overrides: Sequence[str], location: Sequence[str | int]) -> str:
     return f"override of {key.strip()}"  # its value may hold what must not be shown
 
 
-def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
+def _apply(data: dict[str, Any], override: str, tables_by_path: Sequence[Sequence[str]]) -> Iterator[str]:
     """Set one `a.b=c` in the parsed TOML; `c` is a TOML value, `none` for nothing, or else text."""
     path, equals, value = override.partition("=")
     keys = path.strip().split(".")
@@ -129,7 +141,7 @@ def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
     node: Any = data
     for depth, key in enumerate(keys[:-1]):
         above, node = node, node.setdefault(key, {}) if isinstance(node, dict) else _item(node, key)
-        if isinstance(node, str) and keys[:depth] in _SOURCES:  # a path alone is short for a table
+        if isinstance(node, str) and keys[:depth] in tables_by_path:  # a path alone is short for a table
             node = above[key] = {"path": node}
         if not isinstance(node, dict | list):
             yield f"override {override!r}: {key!r} is not a section of the run file"
@@ -138,7 +150,7 @@ def _apply(data: dict[str, Any], override: str) -> Iterator[str]:
         yield f"override {override!r}: name a key of the list's item, like phases.0.seq_len=512"
         return
     new, old = _toml_value(value.strip()), node.get(keys[-1])
-    if isinstance(new, str) and isinstance(old, dict) and keys[:-1] in _SOURCES:
+    if isinstance(new, str) and isinstance(old, dict) and keys[:-1] in tables_by_path:
         new = {**old, "path": new}  # files that moved keep what is said of them
     node[keys[-1]] = new
 

@@ -18,8 +18,10 @@ from ds_pretrain.config.deepspeed import (
     check_ranks,
     resolve_deepspeed,
     sequence_parallel_size,
+    uses_bf16,
+    zero_stage,
 )
-from ds_pretrain.config.loader import parse_run
+from ds_pretrain.config.loader import parse_sections
 from ds_pretrain.config.schedule import rule_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
 from ds_pretrain.config.timeline import (
@@ -153,6 +155,11 @@ class Plan:
         return covers(self.run.accept_changes, path)
 
 
+def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
+    """The text of a run file and overrides to a `Run`. Raises InputError with every problem."""
+    return parse_sections(text, Run, overrides, name, (["sources"], ["validation", "sources"]))
+
+
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """Read the run file and the two JSON files that it names, and check them against one another.
 
@@ -166,7 +173,14 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     if problems:
         raise InputError(problems)
     timeline = make_timeline(run.phases, run.batch.sizes, run.schedule.length)
-    problems += check_deepspeed(tables["deepspeed"], run, timeline, str(path))
+    problems += check_deepspeed(
+        tables["deepspeed"],
+        run.deepspeed,
+        peak=run.schedule.peak,
+        sizes=[(segment.sequences, run.micro_sequences(segment.phase)) for segment in timeline.segments],
+        accumulation=run.batch.accumulation,
+        run_path=str(path),
+    )
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
     if problems:
         raise InputError(problems)
@@ -239,6 +253,56 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
         *(f"{plan.run_path}: {problem}" for problem in problems),
         *(f"{plan.run.deepspeed}: {problem}" for problem in in_json),
     ]
+
+
+def sharing_problems(plan: Plan) -> Iterator[str]:
+    """What the run file asks that sequences which ranks share do not have."""
+    num_sharing = plan.sequence_parallel_size
+    for phase in plan.run.phases:
+        if phase.seq_len % num_sharing:
+            yield (
+                f"which does not divide phases.{phase.name}.seq_len = {phase.seq_len:,} of {plan.run_path}; "
+                "change the one or the other"
+            )
+    if plan.run.model.mask_documents:
+        yield (
+            f"and {plan.run_path} sets model.mask_documents = true: attention over shared sequences takes no "
+            "mask, so documents would see one another; set it to false, or delete the key"
+        )
+    if plan.run.model.attention == "eager":
+        yield (
+            f'and {plan.run_path} sets model.attention = "eager", which needs a mask; set it to "sdpa" or '
+            '"flash_attention_2", or delete the key'
+        )
+
+
+def drop_problems(plan: Plan) -> Iterator[str]:
+    """Why an update could not be dropped exactly (`watchdog.drop_sigmas`), or not sensibly."""
+    watchdog, config = plan.run.watchdog, plan.deepspeed
+    if watchdog.drop_sigmas is None:
+        return
+    if watchdog.drop_sigmas < watchdog.norm_sigmas:
+        yield (
+            f"{plan.run_path}: watchdog.drop_sigmas = {watchdog.drop_sigmas:g} is below watchdog.norm_sigmas "
+            f"= {watchdog.norm_sigmas:g}, so norms that count as usual would be dropped, and the spread "
+            "would shrink with each; raise the one or lower the other"
+        )
+    zero = config["zero_optimization"]
+    devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
+    unchecked = uses_bf16(config) and config["bf16"].get("check_grad_overflow") is False
+    needs = {
+        ("`bf16.check_grad_overflow` = true", "else it applies any update"): (
+            unchecked and zero_stage(config) < 3
+        ),
+        ("no offload to nvme", 'use "cpu" or none'): "nvme" in devices,
+        ("`torch_autocast` off", "use bf16"): (config.get("torch_autocast") or {}).get("enabled") is True,
+    }
+    for (what, why), is_missing in needs.items():
+        if is_missing:
+            yield (
+                f"{plan.run_path}: watchdog.drop_sigmas needs {what} in {plan.run.deepspeed}: {why}; or "
+                "delete drop_sigmas"
+            )
 
 
 def _where(plan: Plan, segments: Sequence[Segment]) -> str:

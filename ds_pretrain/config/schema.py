@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -22,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from ds_pretrain.config.loader import Fraction01, Positive, Section, as_tuple, one_or_more
 from ds_pretrain.config.schedule import RateRule, Shape, cosine_fraction, wsd_fraction
 from ds_pretrain.config.timeline import (
     Duration,
@@ -99,16 +99,6 @@ def _rule(value: Any) -> Any:
     return "none" if value is None else value  # what an override's `none` is read as
 
 
-def as_tuple(value: Any) -> Any:
-    """A list of TOML as what is frozen."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def one_or_more(value: Any) -> Any:
-    """A list of TOML, or what stands for a list of one, as what is frozen."""
-    return as_tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
 _START = replace(steps(0), text="0")
 
 
@@ -152,18 +142,10 @@ FilePath = Annotated[str, AfterValidator(check_path)]  # from the folder of the 
 Place = Annotated[str, AfterValidator(check_place)]  # a folder, or a URL
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
 Rule = Annotated[RateRule, BeforeValidator(_rule)]
 OptionalWeight = Annotated[Positive | None, BeforeValidator(_optional_weight)]  # 0, false, "off": None
 Count = Annotated[int, Field(gt=0, le=10**12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite
-
-
-class Section(BaseModel):
-    """A table of the run file: frozen, strict about types, without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):

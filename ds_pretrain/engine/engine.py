@@ -8,20 +8,22 @@ Shapes: B sequences of a micro-batch, T tokens of a sequence, V vocabulary.
 """
 
 import hashlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_pretrain.config.deepspeed import gradient_clipping
+from ds_pretrain.config.deepspeed import gradient_clipping, uses_bf16, zero_stage
+from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.files import Capture
-from ds_pretrain.engine import load as engine_load
 from ds_pretrain.engine import partitions
 from ds_pretrain.engine.sequence_parallel import SharedSequences
 from ds_pretrain.engine.skip_step import dropping_above
@@ -111,6 +113,62 @@ class Engine(Protocol):
     def digest(self) -> str:
         """A hash of this rank's fp32 masters and optimizer state: equal only if every bit is."""
         ...
+
+
+def initialize_distributed(world: World) -> None:
+    """Join the process group (NCCL on GPUs, gloo on CPUs) of the launcher's variables. Collective."""
+    quiet_deepspeed()
+    if uses_gpu():
+        torch.cuda.set_device(world.local_rank)
+    if dist.is_initialized():
+        return
+    backend = "nccl" if uses_gpu() else "gloo"
+    if world.size > 1:
+        deepspeed.init_distributed(backend, verbose=False)
+    else:  # perhaps without a launcher; a group of one may take any port
+        world.to_environment()
+        deepspeed.init_distributed(
+            backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            init_method="tcp://127.0.0.1:0",
+            rank=0,
+            world_size=1,
+        )
+
+
+def quiet_deepspeed() -> None:
+    """Keep DeepSpeed from logging what no one acts on, and from compiling a collective at each CPU start.
+
+    On CPUs it builds a shared-memory reduction with the host's C++ compiler: a minute on a fresh machine,
+    an error without a compiler, and nothing that gloo does not do.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The type of parameters and activations that the DeepSpeed JSON asks for."""
+    return torch.bfloat16 if uses_bf16(config) else torch.float32
+
+
+def partition(config: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which modules are constructed: under ZeRO-3 each parameter is sharded as it is born.
+
+    The type of the parameters is the JSON's. DeepSpeed 0.19.8 makes any `dtype` that it is given bfloat16
+    where the accelerator has no fp16 arithmetic, as most CPUs.
+    """
+    if zero_stage(config) < 3:
+        return nullcontext
+    return lambda: deepspeed.zero.Init(config_dict_or_path=dict(config))
+
+
+def gather(config: Mapping[str, Any]) -> Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]:
+    """The context in which sharded parameters are whole; what rank 0 writes is kept on all. Collective."""
+    if zero_stage(config) < 3:
+        return lambda parameters: nullcontext()
+    return lambda parameters: deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
 
 
 def open_engine(
@@ -248,12 +306,12 @@ class ZeroEngine:
     def load(self, folder: Path, tag: str) -> None:
         """As this number of ranks saved it; nothing is left of a window that was open."""
         self._await_copies()
-        engine_load.load(self._engine, folder, tag)
+        partitions.load(self._engine, folder, tag)
 
     def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
         """DeepSpeed's universal load, and the repair of what it gets wrong."""
         self._await_copies()
-        return engine_load.load_universal(self._engine, folder, tag, optimizer_steps)
+        return partitions.load_universal(self._engine, folder, tag, optimizer_steps)
 
     def group_members(self) -> list[tuple[str, list[str]]]:
         """As the optimizer holds them."""

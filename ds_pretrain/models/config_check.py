@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from math import inf
 from typing import Any, TypeGuard
 
-from ds_pretrain.config.schema import Run
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import parse_json, shown
 
@@ -479,41 +478,15 @@ def _mixing_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f'"{family}" with "alibi" counts distances from the mask, not from positions; {remedy}'
 
 
-def sharing_problems(run: Run, run_path: str, config: Mapping[str, Any], num_sharing: int) -> list[str]:
-    """Why `num_sharing` ranks cannot share the sequences of a run (`sequence_parallel_size`).
+def shared_attention_problems(config: Mapping[str, Any], num_sharing: int, longest: int) -> list[str]:
+    """Why `num_sharing` ranks cannot share the sequences of a model, the longest of which has so many tokens.
 
     The exchange of tokens for heads leaves attention causal over whole rows and nothing else: no mask, no
     window. `refuse_unlike` of the engine tries the model.
     """
-    if num_sharing == 1:
-        return []
     parsed = read_config(config)
-    problems = [
-        *_setting_problems(run, run_path, num_sharing),
-        *_head_problems(config, parsed, num_sharing),
-        *(_window_problems(run, parsed) if parsed is not None else ()),
-    ]
-    return [f"{run.deepspeed} sets `sequence_parallel_size` = {num_sharing}, {p}" for p in problems]
-
-
-def _setting_problems(run: Run, path: str, num_sharing: int) -> Iterator[str]:
-    """What the run file asks that shared sequences do not have."""
-    for phase in run.phases:
-        if phase.seq_len % num_sharing:
-            yield (
-                f"which does not divide phases.{phase.name}.seq_len = {phase.seq_len:,} of {path}; change "
-                "the one or the other"
-            )
-    if run.model.mask_documents:
-        yield (
-            f"and {path} sets model.mask_documents = true: attention over shared sequences takes no mask, so "
-            "documents would see one another; set it to false, or delete the key"
-        )
-    if run.model.attention == "eager":
-        yield (
-            f'and {path} sets model.attention = "eager", which needs a mask; set it to "sdpa" or '
-            '"flash_attention_2", or delete the key'
-        )
+    windows = _window_problems(longest, parsed) if parsed is not None else ()
+    return [*_head_problems(config, parsed, num_sharing), *windows]
 
 
 def _head_problems(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> Iterator[str]:
@@ -529,10 +502,9 @@ def _head_problems(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> 
         )
 
 
-def _window_problems(run: Run, parsed: Any) -> Iterator[str]:
+def _window_problems(longest: int, parsed: Any) -> Iterator[str]:
     """What lies between the tokens of a row beside causal attention, or follows the length of the input."""
     family, window = parsed.model_type, getattr(parsed, "sliding_window", None)
-    longest = max(phase.seq_len for phase in run.phases)
     if _foreign_kinds(parsed):
         yield f'and "{family}" has layers that are not plain attention, which need whole rows; {_OTHER_SIZE}'
     elif not _takes_positions(parsed) or getattr(parsed, "alibi", False):

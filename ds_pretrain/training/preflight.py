@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_pretrain.checkpoint.manifest import published, step_of
 from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
-from ds_pretrain.config.plan import Plan, check_world
+from ds_pretrain.config.plan import Plan, check_world, drop_problems, sharing_problems
 from ds_pretrain.config.schema import HeldOutSection, PhaseSection
 from ds_pretrain.config.timeline import Segment, accumulation, chunk_problems, worlds_that_divide
 from ds_pretrain.core.distributed import World, gather_objects
@@ -32,14 +32,13 @@ from ds_pretrain.data.mixture import make_mixture
 from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
 from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
 from ds_pretrain.data.validation_set import SHORTEST_PROMPT, prompt_lengths
-from ds_pretrain.engine.skip_step import drop_problems
 from ds_pretrain.models.config_check import (
     QK_NORM_ADDABLE,
     asks_transformers,
     check_model,
     mask_warnings,
     masking_problems,
-    sharing_problems,
+    shared_attention_problems,
 )
 from ds_pretrain.models.flops import count_parameters
 from ds_pretrain.models.pretrained import Base, read_base
@@ -121,7 +120,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
     problems += rope_value_problems(plan.model, plan.run.model.config) or [
         *model_problems(plan),
-        *sharing_problems(plan.run, plan.run_path, plan.model, plan.sequence_parallel_size),
+        *_sharing_problems(plan),
     ]
     problems += _place_problems(plan)
     problems += _mixture_problems(plan)
@@ -135,11 +134,20 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     if not problems_here and plan.ship_to is None:
         problems_here = lost_here(plan.out, plan.checkpoints)
     problems += problems_here
-    problems += drop_problems(plan.run.watchdog, plan.deepspeed, plan.run.deepspeed, plan.run_path)
+    problems += drop_problems(plan)
     problems += version_problems()
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
     return list(dict.fromkeys(problems))
+
+
+def _sharing_problems(plan: Plan) -> list[str]:
+    """Why ranks cannot share the sequences of this run (`sequence_parallel_size`)."""
+    if (num_sharing := plan.sequence_parallel_size) == 1:
+        return []
+    longest = max(phase.seq_len for phase in plan.run.phases)
+    problems = [*sharing_problems(plan), *shared_attention_problems(plan.model, num_sharing, longest)]
+    return [f"{plan.run.deepspeed} sets `sequence_parallel_size` = {num_sharing}, {p}" for p in problems]
 
 
 def build_problems(plan: Plan, base: Base | None) -> list[str]:

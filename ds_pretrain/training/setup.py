@@ -27,9 +27,8 @@ from ds_pretrain.core.text import say
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.validation_set import ValidationSet, make_validation_set
-from ds_pretrain.engine.engine import Engine, open_engine
+from ds_pretrain.engine.engine import Engine, dtype_of, gather, open_engine, partition
 from ds_pretrain.engine.sequence_parallel import SharedSequences, refuse_unlike
-from ds_pretrain.engine.start import dtype_of, gather, partition
 from ds_pretrain.models.attention import document_inputs, refuse_leaks, replace_kernel, require_kernel
 from ds_pretrain.models.build import build_model, set_recompute
 from ds_pretrain.models.flops import flops_per_token, peak_flops

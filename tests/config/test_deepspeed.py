@@ -25,31 +25,19 @@ from ds_pretrain.config.deepspeed import (
     version_problems,
     zero_stage,
 )
-from ds_pretrain.config.loader import find_errors, parse_run, section_models
-from ds_pretrain.config.timeline import parse_duration
+from ds_pretrain.config.loader import find_errors, section_models
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import parse_json
 from tests.scenario import deepspeed_json
 from tests.test_ds_configs import NAMES, Recording, read
-from tests.timelines import single_phase
 
 ROOT = Path(__file__).parents[2]
-RUN = """
-name = "r"
-out = "out"
-deepspeed = "ds.json"
-model = { config = "model.json" }
-schedule = { kind = "cosine", length = "10 steps", peak = 3e-4, warmup = "1 step" }
-batch = { tokens = 8192, micro_sequences = 2 }
-sources = { web = "web" }
-phases = [{ name = "main", seq_len = 16, mixture = { web = 1.0 } }]
-"""
-TIMELINE = single_phase("main", 16, 512, parse_duration("10 steps"))
 
 
 def problems_of(config: Mapping[str, Any], accumulation: int | None = None) -> list[str]:
-    overrides = [] if accumulation is None else [f"batch.accumulation={accumulation}"]
-    return check_deepspeed(config, parse_run(RUN, overrides), TIMELINE, "run.toml")
+    return check_deepspeed(
+        config, "ds.json", peak=3e-4, sizes=[(512, 2)], accumulation=accumulation, run_path="run.toml"
+    )
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

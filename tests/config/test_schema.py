@@ -7,7 +7,8 @@ from typing import Annotated, Any, get_args
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from ds_pretrain.config.loader import parse_run, section_models
+from ds_pretrain.config.loader import section_models
+from ds_pretrain.config.plan import parse_run
 from ds_pretrain.config.schema import CosineSection, ModelSection, Run, SourceSection, WsdSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import read_text

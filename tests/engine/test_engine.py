@@ -6,12 +6,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from torch import nn
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
-from ds_pretrain.engine.engine import ZeroEngine
+from ds_pretrain.engine.engine import ZeroEngine, dtype_of, partition
 from ds_pretrain.train import main
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.setup import open_run_engine
@@ -282,3 +284,18 @@ def test_a_run_whose_every_update_is_dropped_exits_with_its_own_code(tmp_path: P
     records = trace(tmp_path / "out")
     assert [record["update_applied"] for record in records] == [False] * 3
     assert (tmp_path / "out" / "exit_code.json").read_text().startswith('{"exit_code": 4')
+
+
+def _type_at_birth(world: World, bf16: bool, has_fp16: bool) -> bool:
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: has_fp16
+    config = {**deepspeed_json(bf16=bf16), "train_micro_batch_size_per_gpu": 1}
+    with partition(config)():
+        linear = nn.Linear(4, 4)
+    return linear.weight.ds_tensor.dtype == dtype_of(config)
+
+
+@pytest.mark.parametrize("has_fp16", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_sharded_parameters_have_the_type_of_the_json_on_any_hardware(bf16: bool, has_fp16: bool) -> None:
+    assert run_ranks(_type_at_birth, 1, bf16, has_fp16) == [True]

@@ -1,7 +1,5 @@
-"""That a DeepSpeed whose norm cannot be limited is found before a run starts, and without importing it."""
+"""An update whose norm is above the limit never was: on real ranks, for each ZeRO optimizer of DeepSpeed."""
 
-import importlib.machinery
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,73 +7,104 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.config.schema import WatchdogSection
+from ds_pretrain.config.plan import load_plan
+from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import RunError
-from ds_pretrain.engine import skip_step as veto
-from ds_pretrain.engine.skip_step import drop_problems, dropping_above
-from tests.scenario import deepspeed_json
+from ds_pretrain.engine.engine import Engine, Update
+from ds_pretrain.engine.skip_step import dropping_above
+from ds_pretrain.models.loss import cross_entropy_and_z
+from ds_pretrain.training.setup import open_run_engine
+from tests.engine.small import NO_DROPOUT, GlobalBatch, share, uneven_batch, whole_weights
+from tests.ranks import run_ranks
+from tests.scenario import deepspeed_json, make_run
+from tests.tiers import slow_but
 
-NORMS = "from deepspeed.runtime.utils import (combine_grad_norm_groups, get_global_norm_of_tensors)\n"
-CASES = {
-    "both": (NORMS, "combine_grad_norm_groups and get_global_norm_of_tensors"),
-    "neither": ("import os\n# combine_grad_norm_groups\n", "none"),
+LIMIT = 5.0  # between the norms of the usual batches and that of the wild one
+WILD = 1e3  # what the wild loss is multiplied by, on one rank alone
+
+
+def config(stage: int, bf16: bool = False, **zero: Any) -> dict[str, Any]:
+    base = deepspeed_json(stage, bf16)
+    return {**base, "zero_optimization": {**base["zero_optimization"], **zero}}
+
+
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+CONFIGS = {
+    **{f"zero{stage}_fp32": config(stage) for stage in (1, 2, 3)},
+    **{f"zero{stage}_bf16": config(stage, bf16=True) for stage in (1, 2, 3)},
+    "zero1_bf16_accumulation": config(1, bf16=True) | {"data_types": {"grad_accum_dtype": "bf16"}},
+    **{
+        f"zero{stage}_offload": config(stage, **OFFLOAD) | {"zero_force_ds_cpu_optimizer": False}
+        for stage in (1, 2, 3)
+    },
+    "zero3_offload_both": config(3, **OFFLOAD, offload_param={"device": "cpu"})
+    | {"zero_force_ds_cpu_optimizer": False},
+    "zero3_secondary_partition": config(3, zero_hpz_partition_size=2),
+    "zero2_no_clipping": config(2) | {"gradient_clipping": 0.0},
+    "zero3_no_clipping": config(3) | {"gradient_clipping": 0.0},
 }
 
 
-def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
-    """A DeepSpeed whose modules have these texts."""
-    (folder / "runtime/zero").mkdir(parents=True)
-    for name, text in texts.items():
-        (folder / "runtime" / f"{name.replace('zero_', 'zero/')}.py").write_text(text)
-    spec = importlib.machinery.ModuleSpec("deepspeed", None, is_package=True)
-    spec.submodule_search_locations = [str(folder)]
-    monkeypatch.setattr(veto, "find_spec", lambda name: spec)
+def update(
+    engine: Engine, batch: GlobalBatch, world: World, limit: float | None = None, scale: float = 1.0
+) -> tuple[list[float], Update]:
+    """One step of two micro-batches a rank; the loss of each."""
+    losses = []
+    for micro in share(batch, world, 2).micro_batches:
+        logits = engine.logits(micro.input_ids)  # [B, T, V]
+        nll, _ = cross_entropy_and_z(logits, micro.labels, None)
+        engine.backward(nll * scale / batch.num_valid_tokens)
+        losses.append(nll.item())
+    return losses, engine.step(1e-2, limit)
 
 
-def _problems(stage: int) -> list[str]:
-    return list(drop_problems(WatchdogSection(drop_sigmas=20.0), deepspeed_json(stage), "J", "R"))
+def _drop_some(world: World, run_file: str, folder: str) -> Any:
+    """Steps with two that are dropped between them, across a save and a load; the same without those two."""
+    plan = load_plan(run_file)
+    good = [uneven_batch(8, seed) for seed in range(5)]
+    wild = uneven_batch(8, 99), world, LIMIT, WILD if world.rank == world.size - 1 else 1.0
+    engine = open_run_engine(plan, world)
+    engine.save(Path(folder), "start")
+    expected, clean_end = [update(engine, batch, world) for batch in good], engine.digest()
+    engine.load(Path(folder), "start")
+    seen = [update(engine, batch, world, LIMIT) for batch in good[:2]]
+    before = engine.digest(), whole_weights(engine)
+    dropped = [update(engine, *wild)[1]]
+    after = engine.digest(), whole_weights(engine)
+    unmoved = before[0] == after[0] and all((before[1][k] == after[1][k]).all() for k in before[1])
+    seen.append(update(engine, good[2], world, LIMIT))
+    dropped.append(update(engine, *wild)[1])
+    engine.save(Path(folder), "tag")
+    seen.append(update(engine, good[3], world, LIMIT))
+    engine.load(Path(folder), "tag")
+    seen[3] = update(engine, good[3], world, LIMIT)
+    seen.append(update(engine, good[4], world, LIMIT))
+    end = engine.digest()
+
+    engine.load(Path(folder), "tag")
+    restored = engine.digest()
+    _, applied = update(engine, wild[0], world, None, wild[3])
+    return unmoved, dropped, seen == expected, end == clean_end, applied, engine.digest() != restored
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("module", ["zero_stage3", "zero_stage_1_and_2", "bf16_optimizer"])
-def test_a_deepspeed_that_computes_its_norm_in_another_way_is_refused_where_it_would_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, case: str
+@pytest.mark.parametrize(
+    "name", slow_but(CONFIGS, "zero1_bf16", "zero2_fp32", "zero3_bf16", "zero3_offload_both")
+)
+def test_a_run_whose_wild_updates_are_dropped_is_bitwise_the_run_that_never_saw_them(
+    tmp_path: Path, name: str
 ) -> None:
-    text, found = CASES[case]
-    sound = dict.fromkeys(("zero_stage3", "zero_stage_1_and_2", "bf16_optimizer"), "")
-    sound = dict.fromkeys(sound, "def combine_grad_norm_groups(norms):\n    pass\n")
-    _install(tmp_path, monkeypatch, **{**sound, module: text})
-    path = tmp_path / "runtime" / f"{module.replace('zero_', 'zero/')}.py"
-    expected = (
-        f"R: watchdog.drop_sigmas cannot work with this DeepSpeed: {path} has {found} of "
-        "combine_grad_norm_groups, get_global_norm_of_tensors; expected exactly one, by which it computes "
-        "the norm that decides on an update; use DeepSpeed 0.19.8, or delete drop_sigmas"
-    )
-    used = {"zero_stage3": {3}, "zero_stage_1_and_2": {1, 2}, "bf16_optimizer": {1}}[module]
-    for stage in (1, 2, 3):
-        assert _problems(stage) == ([expected] if stage in used else [])
-    assert list(drop_problems(WatchdogSection(), deepspeed_json(3), "J", "R")) == []
-
-
-def test_where_deepspeed_is_not_installed_or_lies_elsewhere_nothing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install(tmp_path, monkeypatch)
-    assert _problems(3) == []
-    monkeypatch.setattr(veto, "find_spec", lambda name: None)
-    assert _problems(3) == []
-
-
-def test_the_deepspeed_that_is_installed_is_read_without_importing_it() -> None:
-    code = (
-        "import sys\n"
-        "from ds_pretrain.engine import skip_step\n"
-        "read = [skip_step._norm_function(skip_step._names(text), path) for stage in (1, 2, 3)"
-        " for path, text in skip_step._installed_modules(stage)]\n"
-        "print(len(read), sorted(set(read)), 'deepspeed' in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "4 ['combine_grad_norm_groups', 'get_global_norm_of_tensors'] False\n"
+    run_file = make_run(tmp_path / "run", deepspeed=CONFIGS[name], model=NO_DROPOUT)
+    results = run_ranks(_drop_some, 2, str(run_file), str(tmp_path / "shards"))
+    for unmoved, dropped, same_steps, same_end, applied, moved in results:
+        assert unmoved
+        assert [(u.applied, u.clip_factor) for u in dropped] == [(False, None)] * 2
+        assert all(u.grad_norm is not None and u.grad_norm > LIMIT for u in dropped)
+        assert same_steps
+        assert same_end
+        assert applied.applied
+        assert applied.grad_norm == dropped[1].grad_norm  # the norm that the step would have had
+        assert moved
+    assert results[0][1] == results[1][1]
 
 
 def test_an_optimizer_that_cannot_be_limited_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

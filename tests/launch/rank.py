@@ -48,7 +48,7 @@ def sum_of_ranks() -> float:
     import deepspeed
     import torch
 
-    from ds_pretrain.engine.start import quiet_deepspeed
+    from ds_pretrain.engine.engine import quiet_deepspeed
 
     quiet_deepspeed()  # or it compiles a collective, and waits for whoever was killed while compiling
     deepspeed.init_distributed("gloo")

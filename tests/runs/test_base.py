@@ -19,7 +19,7 @@ from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.tokenizer import load_tokenizer
-from ds_pretrain.engine.start import initialize_distributed
+from ds_pretrain.engine.engine import initialize_distributed
 from ds_pretrain.models.param_groups import owned_parameters
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs

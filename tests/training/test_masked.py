@@ -17,8 +17,7 @@ from ds_pretrain.config.deepspeed import resolve_deepspeed
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.data.loader import to_micro_batch
-from ds_pretrain.engine.engine import ZeroEngine, open_engine
-from ds_pretrain.engine.start import dtype_of, gather, partition
+from ds_pretrain.engine.engine import ZeroEngine, dtype_of, gather, open_engine, partition
 from ds_pretrain.models.attention import document_inputs, refuse_leaks
 from ds_pretrain.models.build import build_model
 from ds_pretrain.models.loss import cross_entropy_and_z
