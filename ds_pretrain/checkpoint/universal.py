@@ -9,7 +9,6 @@ place, also one of DeepSpeed's own tool, with or without our files.
 import contextlib
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol
@@ -22,7 +21,7 @@ from ds_pretrain.checkpoint.manifest import (
     cache_of,
     parse_universal,
 )
-from ds_pretrain.checkpoint.reshard import convert
+from ds_pretrain.checkpoint.reshard import Universal, convert
 from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
 from ds_pretrain.checkpoint.shards import load_pickle
 from ds_pretrain.checkpoint.storage import Tell, first_wrong
@@ -53,15 +52,6 @@ class UniversalShards(Protocol):
     def group_members(self) -> list[tuple[str, list[str]]]:
         """The name of each parameter group and the names of its parameters."""
         ...
-
-
-@dataclass(frozen=True)
-class Universal:
-    """A universal checkpoint whose files verified on the ranks, ready to load."""
-
-    folder: Path
-    state: RunState
-    manifest: UniversalManifest  # without groups and files where something else wrote it
 
 
 def prepared(

@@ -30,9 +30,9 @@ from ds_pretrain.checkpoint.manifest import (
     step_of,
 )
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
+from ds_pretrain.checkpoint.reshard import Universal
 from ds_pretrain.checkpoint.rng import RNG
 from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, Tell, first_wrong, wrong_file
-from ds_pretrain.checkpoint.universal import Universal
 from ds_pretrain.core.distributed import Failure, World, from_main, gather_objects, gather_work
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import sync_folder, write_atomic, write_point

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from ds_pretrain.config.schema import Run, Section, WatchdogSection
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import listed, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import listed
 
 _SOURCES = (["sources"], ["validation", "sources"])
 # Where pydantic's text speaks of Python (https://docs.pydantic.dev/latest/errors/validation_errors/).

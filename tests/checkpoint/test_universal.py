@@ -109,7 +109,7 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def _prepared(folder: Path) -> tuple[universal.Universal, list[str]]:
+def _prepared(folder: Path) -> tuple[reshard.Universal, list[str]]:
     told: list[str] = []
     return universal.prepared(folder, ["ranks 2 -> 3"], World(), told.append), told
 
