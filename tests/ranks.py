@@ -7,19 +7,21 @@ takes about as long as what it does. A test may pass any picklable function of a
     losses = run_ranks(work, 2, str(tmp_path))
 """
 
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ds_pretrain.core.distributed import World
+from ds_pretrain.core.distributed import World, log
 
 PRELOAD = [
     "deepspeed",
@@ -171,6 +173,21 @@ def _rank_main(
     except BaseException:
         sender.send(("error", traceback.format_exc()))
     os._exit(0)  # destroying a gloo group can block on a peer that is already gone
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the program logs meanwhile in this process, also on a rank that would not say it."""
+    lines: list[str] = []
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def free_port() -> int:

@@ -73,8 +73,6 @@ OWNED_BY_DEEPSPEED = (
 # Edges that still have to be cut; the list ends empty.
 TO_CUT = {
     "checkpoint.retention imports watchdog.policy",
-    "core.on_main (layer 0) imports checkpoint.storage (layer 2)",
-    "core.on_main imports torch through checkpoint.rng, and has to work without",
 }
 
 

@@ -35,7 +35,8 @@ from ds_pretrain.checkpoint.universal import damage, read_universal
 from ds_pretrain.checkpoint.verify import broken_reason
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import changed_fields, counted, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import changed_fields, counted
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64

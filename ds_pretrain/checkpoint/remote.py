@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, step_name, step_of
+from ds_pretrain.core.distributed import environment_values
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import copied_beside, make_synced, sync_folder, write_atomic, write_point
-from ds_pretrain.core.redact import scrubbed, secret_options
+from ds_pretrain.core.redact import is_secret, scrubbed, secret_options
 
 _CHUNK_BYTES = 1 << 24
 _UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory
@@ -210,7 +211,7 @@ def open_remote(place: str) -> Remote:
     Raises:
         InputError: its kind of store is unknown or not installed, or it cannot be reached or written.
     """
-    setting = f"checkpoint.ship_to = {scrubbed(place)}"
+    setting = _setting(place)
     fs, root = _open(place, setting)
     probe = f"{root}/.ds_pretrain-probe-{uuid.uuid4().hex}"
     content = b"written by ds_pretrain to see that checkpoints can be copied here\n"
@@ -233,12 +234,21 @@ def open_remote(place: str) -> Remote:
 
 def remote_at(place: str) -> Remote:
     """A place that another rank has opened and proved. Raises InputError as `open_remote` does."""
-    return Remote(place, *_open(place, f"checkpoint.ship_to = {scrubbed(place)}"))
+    return Remote(place, *_open(place, _setting(place)))
 
 
 def folder_as_remote(folder: Path) -> Remote:
     """A folder of this host."""
     return remote_at(str(folder.absolute()))
+
+
+def without_secrets(text: str, options: object = None) -> str:
+    """`text` without the credentials of this process's environment, and those in a store's options."""
+    return scrubbed(text, (*environment_values(is_secret), *secret_options(options)))
+
+
+def _setting(place: str) -> str:
+    return f"checkpoint.ship_to = {without_secrets(place)}"
 
 
 def _open(place: str, setting: str) -> tuple[Any, str]:
@@ -287,4 +297,4 @@ def _reason(error: Exception, fs: Any) -> str:
     """One line that says what happened, and no credential."""
     words = " ".join(str(error).split())
     text = words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}".rstrip(": ")
-    return scrubbed(text, tuple(secret_options(getattr(fs, "storage_options", {}))))[:_LONGEST_REASON]
+    return without_secrets(text, getattr(fs, "storage_options", None))[:_LONGEST_REASON]

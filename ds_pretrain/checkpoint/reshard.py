@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from ds_pretrain.core.files import (
     write_atomic,
     write_point,
 )
+from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import counted
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -68,6 +70,15 @@ _LAYOUT: dict[tuple[str, ...], Any] = {
     ("bf16", "enabled"): False,
     ("data_types", "grad_accum_dtype"): None,
 }
+
+
+@dataclass(frozen=True)
+class Universal:
+    """A universal checkpoint whose files verified on the ranks, ready to load."""
+
+    folder: Path
+    state: RunState
+    manifest: UniversalManifest  # without groups and files where something else wrote it
 
 
 def layout_changes(

@@ -30,15 +30,15 @@ from ds_pretrain.checkpoint.universal import UniversalShards, open_foreign, prep
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.verify import (
     Found,
-    agreed_look,
     assemble,
     broken_reason,
+    each_looks,
     found_at_step,
     found_in_folder,
     recover,
     rename_broken,
 )
-from ds_pretrain.core.distributed import World, from_main
+from ds_pretrain.core.distributed import World, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.state import RunState
 
@@ -62,9 +62,9 @@ def find(
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = agreed_look(places.root, world, lambda: _steps_here(places, world, tell))
+    told = each_looks(places.root, world, lambda: _steps_here(places, world, tell))
     remote = places.remote if world.is_main else None
-    shipped = agreed_look(places.root, world, lambda: [] if remote is None else remote.steps())[0]
+    shipped = each_looks(places.root, world, lambda: [] if remote is None else remote.steps())[0]
     passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world, tell)
@@ -147,7 +147,7 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
     Raises:
         InputError: it is none, does not verify, or lacks something that was not allowed.
     """
-    if from_main(world, (path / MANIFEST).is_file()):
+    if on_main(world, lambda: (path / MANIFEST).is_file()):
         outcome = found_in_folder(path, world, tell)
         if isinstance(outcome, Found):
             return outcome
@@ -228,7 +228,7 @@ def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell)
     """Rename what there is of a broken checkpoint, on every host. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
-    told = agreed_look(
+    told = each_looks(
         folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
     )
     names = [name for name in told if name is not None]

@@ -8,11 +8,10 @@ place, also one of DeepSpeed's own tool, with or without our files.
 
 import contextlib
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
@@ -22,16 +21,16 @@ from ds_pretrain.checkpoint.manifest import (
     cache_of,
     parse_universal,
 )
-from ds_pretrain.checkpoint.reshard import convert
+from ds_pretrain.checkpoint.reshard import Universal, convert
 from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
 from ds_pretrain.checkpoint.shards import load_pickle
 from ds_pretrain.checkpoint.storage import Tell, first_wrong
-from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_work
+from ds_pretrain.core.distributed import World, gather_objects, on_each_rank, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import checksum
-from ds_pretrain.core.on_main import on_main, while_others_wait
 from ds_pretrain.core.state import RunState
 
+Result = TypeVar("Result")
 POLL_SECONDS = 2.0  # how long other ranks wait in one collective while rank 0 works
 SIGHT_SECONDS = 120.0  # twice what NFS remembers of a folder by default
 # What a universal checkpoint that something else wrote may lack, and what is done without it.
@@ -55,15 +54,6 @@ class UniversalShards(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Universal:
-    """A universal checkpoint whose files verified on the ranks, ready to load."""
-
-    folder: Path
-    state: RunState
-    manifest: UniversalManifest  # without groups and files where something else wrote it
-
-
 def prepared(
     folder: Path, changes: list[str], world: World, tell: Tell, poll_seconds: float = POLL_SECONDS
 ) -> Universal:
@@ -76,18 +66,25 @@ def prepared(
         InputError, RunError: on every rank, as `convert` does, or because one never sees the files.
     """
     cache = cache_of(folder)
-    form, reason = on_main(world, lambda: _usable(folder, cache), f"{cache} cannot be read")
+    form, reason = on_main(world, lambda: _usable(folder, cache))
     if form is not None:
         _await_sight(form, world, poll_seconds)
-        found = gather_objects(world, damage(cache, form.manifest, world))
+        manifest = form.manifest
+        found = on_each_rank(world, lambda: damage(cache, manifest, world), poll_seconds=poll_seconds)
         reason = next((each for each in found if each is not None), None)
     changed = f"{folder.name} was saved otherwise ({', '.join(changes)})"
     if form is not None and reason is None:
         tell(f"{changed}: using {cache.name}, which verifies")
         return form
     tell(f"{changed}: converting it, once ({reason})")
-    while_others_wait(world, lambda: convert(folder), tell, f"converting {folder.name}", poll_seconds)
-    form = on_main(world, lambda: _read(cache), f"{cache} cannot be read")
+    doing = f"converting {folder.name}"
+
+    def convert_once() -> None:
+        if world.is_main:
+            _named(lambda: convert(folder), f"{doing} failed")
+
+    on_each_rank(world, convert_once, doing, poll_seconds)
+    form = on_main(world, lambda: _named(lambda: _read(cache), f"{cache} cannot be read"))
     _await_sight(form, world, poll_seconds)
     return form
 
@@ -102,10 +99,8 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World,
     folder, manifest = universal.folder, universal.manifest
     if manifest.groups:
         _refuse_other_groups(manifest, shards.group_members(), folder)
-    found = shards.load_universal(folder.parent, folder.name, manifest.optimizer_steps)
-    wrong = [f"rank {r}: {p}" for r, problems in enumerate(gather_objects(world, found)) for p in problems]
-    if wrong:
-        raise agreed(RunError(f"{folder} was not restored as it was saved: {'; '.join(wrong[:10])}"))
+    wrong = shards.load_universal(folder.parent, folder.name, manifest.optimizer_steps)
+    on_each_rank(world, lambda: _refuse_wrong(wrong, folder))
     _restore_streams(universal, seed, world, tell)
     return universal.state
 
@@ -119,16 +114,12 @@ def open_foreign(folder: Path, accept_missing: Collection[str], world: World, te
     Raises:
         InputError: it is none, is damaged, or lacks something that was not allowed; all of that at once.
     """
-    problems = [
-        p for found in gather_objects(world, _foreign_problems(folder, accept_missing, world)) for p in found
-    ]
-    if problems:
-        raise agreed(InputError(dict.fromkeys(problems)))
-    lacking = from_main(world, _lacking(folder))
+    on_each_rank(world, lambda: _refuse_foreign(folder, accept_missing, world))
+    lacking = on_main(world, lambda: _lacking(folder))
     for name in lacking:
         allowed_by = "--trust-pickle" if name == "manifest" else "accept_missing"
         tell(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
-    return on_main(world, lambda: _read_foreign(folder, lacking), f"{folder} cannot be read")
+    return on_main(world, lambda: _named(lambda: _read(folder, lacking), f"{folder} cannot be read"))
 
 
 def read_universal(folder: Path) -> UniversalManifest:
@@ -162,12 +153,22 @@ def _usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
     return (form, None) if reason is None else (None, reason)
 
 
-def _read(cache: Path) -> Universal:
-    return Universal(cache, _read_state(cache), read_universal(cache))
+def _read(folder: Path, lacking: Collection[str] = ()) -> Universal:
+    """What a universal checkpoint says of itself, without those of `MISSING` that it lacks."""
+    manifest = _deepspeeds_counts(folder) if "manifest" in lacking else read_universal(folder)
+    if "run_state" in lacking:
+        return Universal(folder, RunState(step=manifest.step), manifest)
+    return Universal(folder, RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")), manifest)
 
 
-def _read_state(folder: Path) -> RunState:
-    return RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
+def _named(act: Callable[[], Result], failed: str) -> Result:
+    """Return what `act` returns; an error that does not say what failed becomes one that does."""
+    try:
+        return act()
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError(f"{failed}: {type(error).__name__}: {error}") from error
 
 
 def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
@@ -178,22 +179,24 @@ def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
     """
     deadline = monotonic() + SIGHT_SECONDS
 
-    def unseen() -> str | None:
+    def look() -> None:
         while (reason := damage(form.folder, form.manifest)) is not None and monotonic() < deadline:
             sleep(poll_seconds)
             for folder in (form.folder.parent, form.folder):  # NFS looks anew at a folder that is opened
                 with contextlib.suppress(OSError):
                     os.close(os.open(folder, os.O_RDONLY))
-        return reason
-
-    for rank, reason in enumerate(gather_work(world, unseen, poll_seconds)):
         if reason is not None:
-            raise agreed(
-                RunError(
-                    f"{form.folder} is complete on rank 0, and {SIGHT_SECONDS:.0f} seconds later not on rank "
-                    f"{rank} ({reason}): let all ranks see the same folder, and start again"
-                )
+            raise RunError(
+                f"{form.folder} is complete on rank 0, and {SIGHT_SECONDS:.0f} seconds later not here "
+                f"({reason}): let all ranks see the same folder, and start again"
             )
+
+    on_each_rank(world, look, poll_seconds=poll_seconds)
+
+
+def _refuse_wrong(wrong: list[str], folder: Path) -> None:
+    if wrong:
+        raise RunError(f"{folder} was not restored as it was saved: {'; '.join(wrong[:10])}")
 
 
 def _refuse_other_groups(
@@ -236,12 +239,6 @@ def _restore_streams(universal: Universal, seed: int, world: World, tell: Tell) 
         )
 
 
-def _read_foreign(folder: Path, lacking: Collection[str]) -> Universal:
-    manifest = _deepspeeds_counts(folder) if "manifest" in lacking else read_universal(folder)
-    state = RunState(step=manifest.step) if "run_state" in lacking else _read_state(folder)
-    return Universal(folder, state, manifest)
-
-
 def _lacking(folder: Path) -> list[str]:
     present = {
         "manifest": folder / UNIVERSAL_MANIFEST,
@@ -251,13 +248,13 @@ def _lacking(folder: Path) -> list[str]:
     return [name for name, path in present.items() if not path.is_file()]
 
 
-def _foreign_problems(folder: Path, accept_missing: Collection[str], world: World) -> list[str]:
+def _refuse_foreign(folder: Path, accept_missing: Collection[str], world: World) -> None:
     if not (folder / "zero" / "optimizer_state.pt").is_file() or not list(folder.glob("*_model_states.pt")):
-        return [
+        raise InputError(
             f"{folder} is neither a checkpoint of ours (a {MANIFEST}) nor a universal one "
             "(zero/optimizer_state.pt and a *_model_states.pt): name the folder of one, or make one with "
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`"
-        ]
+        )
     problems = []
     for name in _lacking(folder):
         allow = "start with --trust-pickle" if name == "manifest" else f"add {name!r} to accept_missing"
@@ -268,7 +265,8 @@ def _foreign_problems(folder: Path, accept_missing: Collection[str], world: Worl
             problems += filter(None, [damage(folder, read_universal(folder), world)])
         except (OSError, ValueError) as error:
             problems.append(f"{folder}: {error}")
-    return problems
+    if problems:
+        raise InputError(problems)
 
 
 def _deepspeeds_counts(folder: Path) -> UniversalManifest:

@@ -32,12 +32,11 @@ from ds_pretrain.checkpoint.manifest import (
     published,
     step_of,
 )
-from ds_pretrain.checkpoint.remote import Remote, open_remote
+from ds_pretrain.checkpoint.remote import Remote, open_remote, without_secrets
 from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, doomed, is_shipped, manifest_sum
 from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import FileLock, checksum, write_atomic, write_point
-from ds_pretrain.core.redact import scrubbed
 
 LOCK = ".ship.lock"
 ARRIVED = "arrived_"  # how the names of markers begin
@@ -146,7 +145,7 @@ def _end_with(parent: int) -> None:
 def say(text: str) -> None:
     """One line, in one piece, without credentials: others write there too."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"ds_pretrain: {' '.join(scrubbed(text).split())}\n")
+        sys.stderr.write(f"ds_pretrain: {' '.join(without_secrets(text).split())}\n")
         sys.stderr.flush()
 
 

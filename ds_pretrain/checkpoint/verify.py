@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_pretrain.checkpoint.manifest import (
     BROKEN,
@@ -30,13 +30,15 @@ from ds_pretrain.checkpoint.manifest import (
     step_of,
 )
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
+from ds_pretrain.checkpoint.reshard import Universal
 from ds_pretrain.checkpoint.rng import RNG
 from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, Tell, first_wrong, wrong_file
-from ds_pretrain.checkpoint.universal import Universal
-from ds_pretrain.core.distributed import Failure, World, from_main, gather_objects, gather_work
+from ds_pretrain.core.distributed import World, gather_objects, on_each_rank, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import sync_folder, write_atomic, write_point
 from ds_pretrain.core.state import RunState
+
+Sight = TypeVar("Sight")
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found 
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
-    hosts = agreed_look(folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen())
-    there = agreed_look(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
+    hosts = each_looks(folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen())
+    there = each_looks(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
     choices = {seen.text: seen.manifest for seen in hosts if seen.text is not None and seen.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
     if there.text is not None and there.manifest is not None:
@@ -92,7 +94,7 @@ def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found 
 
 def found_in_folder(path: Path, world: World, tell: Tell) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
-    seen: Seen = agreed_look(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
+    seen = each_looks(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
     if seen.text is None or seen.manifest is None:
         return seen.reason or "it has no manifest"
     copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_shipped=False)
@@ -176,7 +178,7 @@ def assemble(places: Places, manifest: Manifest, text: str, world: World, tell: 
     """
     folder = places.out / ASSEMBLED / step_name(manifest.step)
     building = folder.with_name(folder.name + PARTIAL)
-    if from_main(world, world.is_main and held_here(folder, manifest, text) == list(manifest.files)):
+    if on_main(world, lambda: held_here(folder, manifest, text) == list(manifest.files)):
         return folder
     tell(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
     mine = _to_bring(places, manifest, text, world)
@@ -193,19 +195,22 @@ def held_here(folder: Path, manifest: Manifest, text: str) -> list[str]:
         return []
 
 
-def agreed_look(folder: Path, world: World, look: Callable[[], Any]) -> list[Any]:
-    """What each rank sees. Collective. Raises where a rank cannot tell."""
-    seen = gather_work(world, look)
-    for doubt in seen:
-        if isinstance(doubt, Failure):
-            kind = InputError if doubt.is_input else RunError
-            raise agreed(
-                kind(
-                    f"{folder} cannot be checked ({doubt.text}); it is left as it is: mend the disk, or use "
-                    "the program that wrote it, and start again"
-                )
+def each_looks(folder: Path, world: World, look: Callable[[], Sight]) -> list[Sight]:
+    """What each rank sees of a checkpoint. Collective.
+
+    Raises:
+        InputError, RunError: a rank cannot tell, which says nothing about the checkpoint.
+    """
+    try:
+        return on_each_rank(world, look)
+    except RunError as error:
+        kind = InputError if isinstance(error, InputError) else RunError
+        raise agreed(
+            kind(
+                f"{folder} cannot be checked ({error}); it is left as it is: mend the disk, or use "
+                "the program that wrote it, and start again"
             )
-    return seen
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ def _judge(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str
     reason = None
     if not places.per_host or manifest.world_size == world.size:
         share = places.share(manifest, world)
-        told: list[dict[str, str]] = agreed_look(copy.folder, world, lambda: _wrong(copy, share, places))
+        told = each_looks(copy.folder, world, lambda: _wrong(copy, share, places))
         reason = next((reason for found in told for reason in found.values()), None)
         if reason is None:
             return _open(copy, places, world)
@@ -271,7 +276,7 @@ def _complete(
     assert remote is not None
     tell(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
     is_stale = leads and not copy.is_here
-    agreed_look(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
+    each_looks(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
     building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)
     mine = {name: [remote] for name in wrong}
     problem = _build(building, folder, mine, copy.manifest, copy.text, leads, world)
@@ -296,7 +301,7 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
 
     def look(read: Callable[[str], bytes | None], is_mine: bool) -> list[dict[str, bytes]]:
-        return agreed_look(folder, world, lambda: _read_listed(copy.manifest, names, read) if is_mine else {})
+        return each_looks(folder, world, lambda: _read_listed(copy.manifest, names, read) if is_mine else {})
 
     texts = look(read_here, here)
     if copy.is_shipped and remote is not None and any(all(n not in found for found in texts) for n in names):
@@ -356,21 +361,26 @@ def _build(
     `folder` itself may be what is built in: then it is published already.
     """
 
+    def begin() -> None:
+        if leads:
+            _begin(building, manifest)
+
     def fetch() -> Problem | None:
         problems = (_fetch(ways, manifest, name, building) for name, ways in mine.items())
         return next((problem for problem in problems if problem is not None), None)
 
-    publishes = leads and building != folder
-    for act in (
-        lambda: _begin(building, manifest) if leads else None,
-        fetch,
-        lambda: _publish(building, folder, text) if publishes else None,
-    ):
-        for found in gather_work(world, act):
-            if isinstance(found, Failure):
-                return Problem(found.text, lasts=False)
-            if isinstance(found, Problem):
-                return found
+    def publish() -> None:
+        if leads and building != folder:
+            _publish(building, folder, text)
+
+    try:
+        on_each_rank(world, begin)
+        for problem in on_each_rank(world, fetch):
+            if problem is not None:
+                return problem
+        on_each_rank(world, publish)
+    except RunError as error:
+        return Problem(str(error), lasts=False)
     return None
 
 
@@ -384,30 +394,31 @@ def _begin(building: Path, manifest: Manifest) -> None:
 
 
 def _fetch(ways: Sequence[Remote], manifest: Manifest, name: str, folder: Path) -> Problem | None:
-    """Copy one file into `folder` from the first of `ways` that has it right; why none has."""
+    """Copy one file into `folder` from the first of `ways` that has it right; why none has.
+
+    Raises:
+        OSError: a disk or a place does not answer.
+    """
     path, entry = folder / name, manifest.files[name]
     arriving = path.with_name(f"{path.name}{PARTIAL}")
     problem = Problem(f"{name} is on no host", lasts=True)
-    try:
-        if wrong_file(folder, name, entry, "full") is None:
-            return None  # an earlier try got so far
-        for remote in (way for way in ways for _ in range(2)):  # what arrives wrong may arrive right
-            write_point(f"fetch {path.name}")
-            try:
-                found = remote.fetch(manifest.step, name, arriving)
-            except FileNotFoundError:
-                found = None
-            if found == entry:
-                if path.exists():
-                    path.rename(path.with_name(f"{path.name}{BROKEN}"))
-                write_point(f"fetched {path.name}")
-                arriving.rename(path)
-                return None
-            arriving.unlink(missing_ok=True)
-            what = "is not there" if found is None else "is not what the manifest lists"
-            problem = Problem(f"{remote.place}: {name} of step {manifest.step} {what}", lasts=True)
-    except OSError as error:
-        return Problem(str(error), lasts=False)
+    if wrong_file(folder, name, entry, "full") is None:
+        return None  # an earlier try got so far
+    for remote in (way for way in ways for _ in range(2)):  # what arrives wrong may arrive right
+        write_point(f"fetch {path.name}")
+        try:
+            found = remote.fetch(manifest.step, name, arriving)
+        except FileNotFoundError:
+            found = None
+        if found == entry:
+            if path.exists():
+                path.rename(path.with_name(f"{path.name}{BROKEN}"))
+            write_point(f"fetched {path.name}")
+            arriving.rename(path)
+            return None
+        arriving.unlink(missing_ok=True)
+        what = "is not there" if found is None else "is not what the manifest lists"
+        problem = Problem(f"{remote.place}: {name} of step {manifest.step} {what}", lasts=True)
     return problem
 
 

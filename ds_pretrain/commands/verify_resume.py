@@ -27,8 +27,8 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
 from ds_pretrain.core.files import FileLock
-from ds_pretrain.core.jsonl import METRICS, read_metrics
-from ds_pretrain.core.text import counted, shown
+from ds_pretrain.core.jsonl import METRICS, read_metrics, shown
+from ds_pretrain.core.text import counted
 
 Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import listed, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import listed
 
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]

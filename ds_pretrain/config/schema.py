@@ -32,7 +32,7 @@ from ds_pretrain.config.timeline import (
     passes,
     steps,
 )
-from ds_pretrain.core.text import shown
+from ds_pretrain.core.jsonl import shown
 
 
 def check_path(value: str) -> str:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import ceil, isqrt
 from typing import Literal
 
-from ds_pretrain.core.text import shown
+from ds_pretrain.core.jsonl import shown
 
 Unit = Literal["steps", "tokens", "seconds", "percent"]
 

@@ -229,37 +229,6 @@ def _unwrap(outcomes: Sequence[_Outcome]) -> list[Any]:
     raise agreed(RunError("; ".join(problems)))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What stopped a rank's work, in words that can be told."""
-
-    text: str
-    is_input: bool = False  # a person has to change something: trying again cannot help
-
-
-def gather_work(world: World, act: Callable[[], Any], poll_seconds: float = 2.0) -> list[Any]:
-    """What `act` returns on each rank, or its Failure, in rank order. Collective.
-
-    Each rank works in a thread, for as long as it takes, and all meet every `poll_seconds`: no timeout of a
-    collective strikes, and no rank that fails leaves the others waiting.
-    """
-    done: list[Any] = []
-
-    def work() -> None:
-        try:
-            done.append(act())
-        except Exception as error:  # told to every rank
-            words = str(error) or repr(error)
-            done.append(Failure(f"rank {world.rank}: {words}", isinstance(error, ValueError)))
-
-    thread = Thread(target=work, name="work")
-    thread.start()
-    while True:
-        thread.join(poll_seconds)
-        if all(gather_objects(world, bool(done))):
-            return gather_objects(world, done[0])
-
-
 def barrier(world: World) -> None:
     """Wait until every rank is here. Collective."""
     gather_rows(world, [0.0])

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, and JSON text read back as a type.
+"""Append-only files of JSON lines, JSON text read back as a type, and values as JSON writes them.
 
 A record is a mapping of plain values with "event" ("step", "validation", "data", "start", "checkpoint",
 "stop", ...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history
@@ -15,10 +15,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ds_pretrain.core.text import shown
-
 METRICS = "metrics.jsonl"  # of a run directory
 _BLOCK_BYTES = 1 << 20  # read at once, from the end
+_SHOWN_CHARACTERS = 80
 T = TypeVar("T")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -122,6 +121,16 @@ def read_as(kind: type[T], text: str | bytes, extra: Literal["forbid", "ignore"]
         found = "" if first["type"] in ("missing", "json_invalid") else f", found {shown(first['input'])}"
         raise ValueError(f"{f'`{where}`: ' if where else ''}{first['msg']}{found}") from None
     return value
+
+
+def shown(value: Any) -> str:
+    """A value as JSON and TOML write it, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        text = "something nested too deeply"
+    text = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}.get(text, text)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def _strict(value: Any) -> Any:

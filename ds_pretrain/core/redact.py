@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import quote
 
-from ds_pretrain.core.distributed import environment_values
-
 HIDDEN = "[hidden]"
 _SECRET = re.compile(
     r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|CONNECTION_STRING)(?:_|$)"
@@ -30,13 +28,13 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name.upper()) is not None
 
 
-def scrubbed(text: str, secrets: Collection[str] = ()) -> str:
+def scrubbed(text: str, secrets: Collection[str]) -> str:
     """`text` without credentials, whatever library wrote it.
 
-    Hidden are `secrets`, the values of environment variables whose names look secret, what signs a URL, and
-    users in URLs.
+    Hidden are `secrets` (at least the values of environment variables whose names look secret), what signs a
+    URL, and users in URLs.
     """
-    known = {value for found in (*environment_values(is_secret), *secrets) for value in _spellings(found)}
+    known = {value for found in secrets for value in _spellings(found)}
     for value in sorted(known, key=len, reverse=True):  # a secret may be part of another
         text = text.replace(value, HIDDEN)
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)

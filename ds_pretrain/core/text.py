@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_pretrain.core.errors import InputError
-
-_SHOWN_CHARACTERS = 80
+from ds_pretrain.core.jsonl import shown
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -54,16 +53,6 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{name} must hold one JSON object, found {_json_name(data)}")
     return data
-
-
-def shown(value: Any) -> str:
-    """A value as JSON and TOML write it, shortened."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError:
-        text = "something nested too deeply"
-    text = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}.get(text, text)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def counted(amount: int, one: str, several: str | None = None) -> str:

@@ -21,7 +21,8 @@ from math import inf
 from typing import Any, TypeGuard
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import parse_json, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import parse_json
 
 # Families whose attention calls q_proj and k_proj, splits the result into heads and rotates: a per-head norm
 # fits in between. A test reads their source and fails if one of them changes.

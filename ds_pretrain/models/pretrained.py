@@ -15,7 +15,8 @@ from typing import Any
 
 from ds_pretrain.core.distributed import World, from_main, gather_objects
 from ds_pretrain.core.errors import InputError, agreed
-from ds_pretrain.core.text import counted, listed, parse_json, read_text, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import counted, listed, parse_json, read_text
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file

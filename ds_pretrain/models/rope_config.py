@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.core.text import shown
+from ds_pretrain.core.jsonl import shown
 from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
 
 FULL_ATTENTION = "full_attention"

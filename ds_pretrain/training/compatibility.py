@@ -16,7 +16,8 @@ from ds_pretrain.config.schema import PhaseSection
 from ds_pretrain.config.timeline import Duration, changed_chunks
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import folder_problem
-from ds_pretrain.core.text import changed_fields, parse_json, read_text, shown
+from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.text import changed_fields, parse_json, read_text
 from ds_pretrain.data.mixture import block_quotas
 from ds_pretrain.models.pretrained import Base
 from ds_pretrain.training.record import (

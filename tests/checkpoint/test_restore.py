@@ -359,7 +359,7 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
     monkeypatch.setattr(places, "checksum", refuse)
     found, told, raised = _find(tmp_path, world)
     assert (found, told) == (None, [])
-    assert "cannot be checked (rank 0: [Errno 5] Input/output error); it is left as it is" in str(raised)
+    assert "cannot be checked ([Errno 5] Input/output error); it is left as it is" in str(raised)
     monkeypatch.undo()
     assert _find(tmp_path, world) == ("step_000000003", [], None)
 

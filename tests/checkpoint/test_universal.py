@@ -32,14 +32,14 @@ from ds_pretrain.checkpoint.manifest import (
 )
 from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.storage import Places, first_wrong
-from ds_pretrain.core import on_main
+from ds_pretrain.core import distributed
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import checksum
 from ds_pretrain.core.state import RunState
 from ds_pretrain.engine import partitions
 from tests.checkpoint.test_restore import MANIFEST as SAVED
-from tests.ranks import KILLED, run_ranks
+from tests.ranks import KILLED, heard, run_ranks
 from tests.runs import elastic
 from tests.scenario import deepspeed_json
 
@@ -109,7 +109,7 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def _prepared(folder: Path) -> tuple[universal.Universal, list[str]]:
+def _prepared(folder: Path) -> tuple[reshard.Universal, list[str]]:
     told: list[str] = []
     return universal.prepared(folder, ["ranks 2 -> 3"], World(), told.append), told
 
@@ -329,14 +329,14 @@ def _slow(world: World, folder: str, poll_seconds: float) -> Any:
 
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=2), _get_default_group())
-    told: list[str] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(universal, "convert", act)
-    patch.setattr(on_main, "PROGRESS_SECONDS", 1.0)
-    try:
-        universal.prepared(Path(folder), ["ranks 2 -> 3"], world, told.append, poll_seconds)
-    except InputError as error:
-        return error.problems, told
+    patch.setattr(distributed, "PROGRESS_SECONDS", 1.0)
+    with heard() as told:
+        try:
+            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, print, poll_seconds)
+        except InputError as error:
+            return error.problems, told
     return None
 
 
@@ -368,7 +368,7 @@ def _fail_to_convert(world: World, folder: str) -> list[tuple[str, bool]]:
 
 def test_whatever_ends_a_conversion_is_told_to_every_rank(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    start = "converting step_000000005 failed: "
+    start = "rank 0: converting step_000000005 failed: "
     for ended in run_ranks(_fail_to_convert, 2, str(folder)):
         assert ended == [
             (f"{start}OSError: [Errno 116] Stale file handle", True),
@@ -420,7 +420,8 @@ def test_a_rank_that_sees_the_converted_files_late_waits_until_it_does(
 def test_a_rank_that_never_sees_the_converted_files_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     for said, _ in run_ranks(_see_late, 2, str(folder), 1_000_000):
-        assert "is complete on rank 0, and 3 seconds later not on rank 1 (" in said
+        assert "is complete on rank 0, and 3 seconds later not here (" in said
+        assert said.startswith("rank 1: ")
         assert "optimizer_state.pt is listed" in said
 
 
@@ -516,7 +517,7 @@ def test_p16_what_one_rank_did_not_load_as_saved_stops_all_of_them(tmp_path: Pat
     found, _ = _prepared(write_checkpoint(tmp_path))
     assert (
         run_ranks(_load_wrong, 2, str(found.folder))
-        == [f"{found.folder} was not restored as it was saved: rank 1: a.bias: wrong"] * 2
+        == [f"rank 1: {found.folder} was not restored as it was saved: a.bias: wrong"] * 2
     )
 
 
