@@ -33,9 +33,8 @@ import numpy as np
 from report import finish, judge
 
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.core.state import WatchdogState
+from ds_pretrain.core.state import Verdict, WatchdogState
 from ds_pretrain.watchdog.backtest import Point, read_csv, replay
-from ds_pretrain.watchdog.detector import Verdict
 from ds_pretrain.watchdog.detector import judge as judge_step
 
 DEFAULTS = WatchdogSection()

@@ -4,7 +4,9 @@ deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value 
 """
 
 import argparse
+import logging
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.config.plan import Plan, load_plan
-from ds_pretrain.core.distributed import EVERY_RANK, LogToStderr, World, barrier, log, on_main
+from ds_pretrain.core.distributed import EVERY_RANK, World, barrier, log, on_main
 from ds_pretrain.core.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -221,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wish = Wish(words.stop_after, words.trust_pickle)
     os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
-    LogToStderr(world).install()
+    _LogToStderr(world).install()
     try:
         plan = load_plan(words.run_file, words.overrides)
     except InputError as error:
@@ -246,6 +248,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             barrier(world)
             dist.destroy_process_group()
     return code
+
+
+class _LogToStderr(logging.Handler):
+    """Writes the log to stderr: rank 0's records, and those of other ranks that are marked EVERY_RANK.
+
+    A reader that has gone (a closed pipe) costs the lines and never the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, with its rank where that is not rank 0."""
+        every_rank = getattr(record, "every_rank", False)
+        if self._world.is_main or every_rank:
+            where = "" if self._world.is_main else f"rank {self._world.rank} on {platform.node()}: "
+            say(sys.stderr, f"ds_pretrain: {where}{self.format(record)}")
+
+    def install(self) -> None:
+        """Take the place of every other handler of our log."""
+        log.handlers[:] = [self]
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def _record_exit(plan: Plan, code: int) -> None:

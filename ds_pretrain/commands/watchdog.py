@@ -14,6 +14,7 @@ from ds_pretrain.config.plan import load_plan, parse_run
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_as, read_metrics
+from ds_pretrain.core.state import Verdict
 from ds_pretrain.core.text import loss_plot, read_text
 from ds_pretrain.watchdog.backtest import (
     History,
@@ -24,7 +25,6 @@ from ds_pretrain.watchdog.backtest import (
     read_csv,
     replay,
 )
-from ds_pretrain.watchdog.detector import Verdict
 
 _MOST_LINES = 40  # of incidents on the terminal
 _WIDTH, _HEIGHT = 96, 14  # of the plot, in characters

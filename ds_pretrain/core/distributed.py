@@ -6,8 +6,6 @@ With one rank and no process group each of them is the identity, so the same cod
 
 import logging
 import os
-import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -19,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_pretrain.core.errors import InputError, RunError, agreed
-from ds_pretrain.core.text import say
 
 Result = TypeVar("Result")
 PROGRESS_SECONDS = 30.0
@@ -89,30 +86,6 @@ def share_of(num_elements: int, rank: int, num_ranks: int) -> Share:
     padded = ceil(num_elements / num_ranks)
     start = min(rank * padded, num_elements)
     return Share(start, min(padded, num_elements - start), padded)
-
-
-class LogToStderr(logging.Handler):
-    """Writes the log to stderr: rank 0's records, and those of other ranks that are marked EVERY_RANK.
-
-    A reader that has gone (a closed pipe) costs the lines and never the run.
-    """
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, with its rank where that is not rank 0."""
-        every_rank = getattr(record, "every_rank", False)
-        if self._world.is_main or every_rank:
-            where = "" if self._world.is_main else f"rank {self._world.rank} on {platform.node()}: "
-            say(sys.stderr, f"ds_pretrain: {where}{self.format(record)}")
-
-    def install(self) -> None:
-        """Take the place of every other handler of our log."""
-        log.handlers[:] = [self]
-        log.setLevel(logging.INFO)
-        log.propagate = False
 
 
 def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:

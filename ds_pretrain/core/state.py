@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,34 @@ class SkipLedger:
             else:
                 merged.append((start, stop))
         return merged
+
+
+Action = Literal["ok", "watch", "roll_back"]
+Kind = Literal[
+    "blip",  # the loss was high for one step, and is not any more
+    "spike",  # the loss is high, or was for several steps; may still heal
+    "lasting_spike",  # it was given `patience` and did not heal
+    "drift",  # the loss rises slowly
+    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
+    "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was dropped for it
+    "frozen_norm",  # the gradient norm is the same number again and again
+    "non_finite",  # loss or norm is no number, or negative
+    "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a step, and why."""
+
+    action: Action = "ok"
+    kind: Kind | None = None  # with "ok": what has just healed
+    onset: int | None = None  # the step where it began
+    message: str = ""  # for a person
+
+    @property
+    def roll_back(self) -> bool:
+        return self.action == "roll_back"
 
 
 @dataclass(frozen=True)

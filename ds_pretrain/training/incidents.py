@@ -16,10 +16,10 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.jsonl import METRICS, read_metrics_backwards
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.core.state import Rollback, RunState
+from ds_pretrain.core.state import Rollback, RunState, Verdict
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.watchdog.detector import ONSET_REACH, Verdict
+from ds_pretrain.watchdog.detector import ONSET_REACH
 from ds_pretrain.watchdog.policy import Response, is_same_place
 from ds_pretrain.watchdog.replay import Replay, Seen, conclude, passes, suspect_hosts
 from ds_pretrain.watchdog.rollback_log import read_cure

@@ -19,7 +19,7 @@ from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows, log
 from ds_pretrain.core.errors import CannotSave, NeedsPerson, agreed
 from ds_pretrain.core.metrics import IGNORED, StepRecord
-from ds_pretrain.core.state import Rollback, RunState, SkipLedger
+from ds_pretrain.core.state import Rollback, RunState, SkipLedger, Verdict
 from ds_pretrain.core.text import counted
 from ds_pretrain.data.inspect import passages
 from ds_pretrain.data.loader import Feed
@@ -28,7 +28,7 @@ from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.incidents import Incidents, RankLosses
 from ds_pretrain.training.step import sum_losses, token_losses_of
-from ds_pretrain.watchdog.detector import Verdict, is_warm, judge, norm_limit
+from ds_pretrain.watchdog.detector import is_warm, judge, norm_limit
 from ds_pretrain.watchdog.policy import Response, after_rollback, respond
 from ds_pretrain.watchdog.rollback_log import CURE, write_cure
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.state import WatchdogState
-from ds_pretrain.watchdog.detector import Verdict, judge
+from ds_pretrain.core.state import Verdict, WatchdogState
+from ds_pretrain.watchdog.detector import judge
 
 _EVERY = 1000  # points between two memories kept to go back to, each of some kB
 _MOST_PROBLEMS = 10

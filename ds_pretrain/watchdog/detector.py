@@ -5,13 +5,13 @@ comes to the same verdict. A value is judged before it enters the statistics, an
 found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, isfinite, log
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.core.state import Streak, Usual, WatchdogState
+from ds_pretrain.core.state import Action, Streak, Usual, Verdict, WatchdogState
 from ds_pretrain.core.text import counted
 from ds_pretrain.watchdog.stats import accept, num_last_above, num_recent, score
 
@@ -27,19 +27,6 @@ SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
 HIGHEST_LOG = 700.0  # of a limit: e^700 is still a float
 ONSET_SHARE = 1 / 6  # of the threshold: trouble began where values without a gap exceed it
 ONSET_REACH = 5  # steps before the threshold was passed, at most
-
-Action = Literal["ok", "watch", "roll_back"]
-Kind = Literal[
-    "blip",  # the loss was high for one step, and is not any more
-    "spike",  # the loss is high, or was for several steps; may still heal
-    "lasting_spike",  # it was given `patience` and did not heal
-    "drift",  # the loss rises slowly
-    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
-    "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was dropped for it
-    "frozen_norm",  # the gradient norm is the same number again and again
-    "non_finite",  # loss or norm is no number, or negative
-    "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
-]
 
 
 class StepLike(Protocol):
@@ -57,20 +44,6 @@ class StepLike(Protocol):
     def grad_norm(self) -> float | None: ...
     @property
     def update_applied(self) -> bool | None: ...  # None: not known
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What to do about a step, and why."""
-
-    action: Action = "ok"
-    kind: Kind | None = None  # with "ok": what has just healed
-    onset: int | None = None  # the step where it began
-    message: str = ""  # for a person
-
-    @property
-    def roll_back(self) -> bool:
-        return self.action == "roll_back"
 
 
 OK = Verdict()

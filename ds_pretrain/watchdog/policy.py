@@ -9,9 +9,8 @@ from typing import Literal
 
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.config.timeline import Timeline, step_after, step_before
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, Verdict
 from ds_pretrain.core.text import counted
-from ds_pretrain.watchdog.detector import Verdict
 
 Action = Literal["replay", "skip", "stop"]
 

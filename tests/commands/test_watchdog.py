@@ -10,8 +10,9 @@ from ds_pretrain.commands import cli
 from ds_pretrain.commands.watchdog import read_run, read_settings, report
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
+from ds_pretrain.core.state import Verdict
 from ds_pretrain.watchdog.backtest import Point, replay
-from ds_pretrain.watchdog.detector import OK, Verdict
+from ds_pretrain.watchdog.detector import OK
 from tests.scenario import make_run
 from tests.watchdog.test_detector import BEFORE, NEXT, after, broken, raised
 

@@ -11,10 +11,10 @@ import pytest
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
+from ds_pretrain.core.state import Kind
 from ds_pretrain.monitor import logbook
 from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook, worst_rank
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.watchdog.detector import Kind
 from ds_pretrain.watchdog.replay import Finding
 from tests.monitor.test_monitor import at
 from tests.timelines import single_phase

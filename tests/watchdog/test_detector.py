@@ -12,9 +12,9 @@ import pytest
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.core.state import Usual, WatchdogState
+from ds_pretrain.core.state import Usual, Verdict, WatchdogState
 from ds_pretrain.watchdog.backtest import Point
-from ds_pretrain.watchdog.detector import GUESSING, OK, Verdict, judge, norm_limit
+from ds_pretrain.watchdog.detector import GUESSING, OK, judge, norm_limit
 from ds_pretrain.watchdog.stats import num_recent, score
 
 DEFAULTS = WatchdogSection()

@@ -9,8 +9,7 @@ from ds_pretrain.config.plan import make_timeline
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
-from ds_pretrain.watchdog.detector import Verdict
+from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, Verdict, is_abandoned
 from ds_pretrain.watchdog.policy import (
     Response,
     after_rollback,
