@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wish = Wish(words.stop_after, words.trust_pickle)
     os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
-    _LogToStderr(world).install()
+    LogToStderr(world).install()
     try:
         plan = load_plan(words.run_file, words.overrides)
     except InputError as error:
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-class _LogToStderr(logging.Handler):
+class LogToStderr(logging.Handler):
     """Writes the log to stderr: rank 0's records, and those of other ranks that are marked EVERY_RANK.
 
     A reader that has gone (a closed pipe) costs the lines and never the run.

@@ -157,9 +157,12 @@ def _rank_main(
     import torch
 
     from ds_pretrain.engine.engine import quiet_deepspeed
+    from ds_pretrain.train import LogToStderr
 
     torch.set_num_threads(1)
     quiet_deepspeed()
+    world = World(rank=rank, size=num_ranks, local_rank=rank)
+    LogToStderr(world).install()
     try:
         deepspeed.init_distributed(
             backend,
@@ -168,7 +171,7 @@ def _rank_main(
             world_size=num_ranks,
             verbose=False,
         )
-        value = function(World(rank=rank, size=num_ranks, local_rank=rank), *args)
+        value = function(world, *args)
         sender.send(("ok", value))
     except BaseException:
         sender.send(("error", traceback.format_exc()))

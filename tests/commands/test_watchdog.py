@@ -52,9 +52,9 @@ def test_overrides_judge_with_other_values(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("watchdog.patience=0", "`watchdog.patience` = 0: expected more than 0"),
+        ("watchdog.patience=0", "`watchdog.patience` = 0: expected greater than 0"),
         ("watchdog.patiense=9", "unknown key `watchdog.patiense`; did you mean `patience`?"),
-        ("watchdog.window=1", "`watchdog.window` = 1: expected at least 2"),
+        ("watchdog.window=1", "`watchdog.window` = 1: expected greater than or equal to 2"),
         ("monitor.every=3", "unknown key `monitor`"),
         ("watchdog.mode=off", 'watchdog.mode is "off"; add watchdog.mode=observe'),
     ],

@@ -1,5 +1,6 @@
 """Starting, stopping, and what is left behind: nothing."""
 
+import contextlib
 import json
 import os
 import signal
@@ -66,10 +67,14 @@ def wait_for_ranks(out: Path, count: int = 1, seconds: float = 300) -> tuple[Ran
 
 
 def end_by_signals(process: subprocess.Popen[str]) -> None:
-    """SIGTERM until it ends: two that come before either is seen are one."""
+    """SIGTERM, and again if it has not ended long after: two that come before either is seen are one.
+
+    One that comes while the process already leaves would end it with another code.
+    """
     while process.poll() is None:
         process.terminate()
-        time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
 
 
 def ended(pid: int) -> bool:
