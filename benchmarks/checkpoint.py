@@ -166,9 +166,9 @@ class Rank:
 
     def restore(self) -> None:
         """What a start does: find, verify, load."""
-        found = store.find(Places(self.root, self.root), self.world, lambda text: None)
+        found = store.find(Places(self.root, self.root), self.world)
         assert found is not None
-        store.restore(found, self.engine, 0, self.world, lambda text: None)
+        store.restore(found, self.engine, 0, self.world)
 
     def load_plainly(self, folder: Path) -> None:
         self.engine._engine.load_checkpoint(str(folder.parent), tag=folder.name)

@@ -87,14 +87,14 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: FileLock, wish: Wish
     record = on_main(world, lambda: claim(plan, inputs.data, known_run(own), known_run(origin)))
     on_main(world, lambda: label_place(places, record))
     if own is not None and cure.rollbacks:
-        store.leave(places, own.state.step, world, log.warning)
+        store.leave(places, own.state.step, world)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     shipping = Shipping(plan, places, world)
     if found is not None and found.state.step == plan.last_step:
         _finish_uploads(plan, shipping, world)
         return
-    found = found and store.fitted(found, plan.deepspeed, places, world, log.warning)
+    found = found and store.fitted(found, plan.deepspeed, places, world)
     engine = open_run_engine(plan, world, inputs.base)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))

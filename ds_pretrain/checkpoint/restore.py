@@ -25,7 +25,7 @@ from ds_pretrain.checkpoint.manifest import (
 from ds_pretrain.checkpoint.reshard import layout_changes
 from ds_pretrain.checkpoint.retention import PINNED
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.storage import Places, Tell
+from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.checkpoint.universal import UniversalShards, open_foreign, prepared
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.verify import (
@@ -38,7 +38,7 @@ from ds_pretrain.checkpoint.verify import (
     recover,
     rename_broken,
 )
-from ds_pretrain.core.distributed import World, on_main
+from ds_pretrain.core.distributed import World, log, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.state import RunState
 
@@ -50,7 +50,7 @@ class Shards(UniversalShards, Protocol):
 
 
 def find(
-    places: Places, world: World, tell: Tell, is_left: Callable[[RunState], bool] = lambda state: False
+    places: Places, world: World, is_left: Callable[[RunState], bool] = lambda state: False
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
@@ -62,20 +62,21 @@ def find(
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = each_looks(places.root, world, lambda: _steps_here(places, world, tell))
+    told = each_looks(places.root, world, lambda: _steps_here(places, world))
     remote = places.remote if world.is_main else None
     shipped = each_looks(places.root, world, lambda: [] if remote is None else remote.steps())[0]
     passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
-        outcome = found_at_step(places, step, world, tell)
+        outcome = found_at_step(places, step, world)
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
                 return outcome
-            if world.is_main:
-                tell(f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it")
+            log.warning(
+                f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it"
+            )
             passed_over.append(step)
         else:
-            _set_aside(places, step, outcome, world, tell)
+            _set_aside(places, step, outcome, world)
     if shipped or any(steps or had_broken for steps, had_broken in told):
         steps = ", ".join(f"{step:,}" for step in passed_over)
         but = (
@@ -92,7 +93,7 @@ def find(
     return None
 
 
-def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
+def leave(places: Places, to_step: int, world: World) -> None:
     """Give up the checkpoints after `to_step`, here and at the place: the run went back.
 
     They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
@@ -101,22 +102,24 @@ def leave(places: Places, to_step: int, world: World, tell: Tell) -> None:
         for folder in published(places.root):
             if (step_of(folder.name) or 0) > to_step:
                 with contextlib.suppress(OSError):
-                    folder.rename(_name_of_left(folder, tell))
+                    folder.rename(_name_of_left(folder))
     if places.remote is not None and world.is_main:
         try:
             for step in places.remote.steps():
                 if step > to_step and places.remote.size(step, PINNED) is None:
                     places.remote.remove(step, MANIFEST)
         except OSError as error:
-            tell(f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on")
+            log.warning(
+                f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on"
+            )
 
 
-def _name_of_left(folder: Path, tell: Tell) -> Path:
+def _name_of_left(folder: Path) -> Path:
     if not (folder / PINNED).exists():
         return folder.with_name(f"{folder.name}{DOOMED}")
     names = (folder.with_name(f"{folder.name}{LEFT}{number}") for number in itertools.count(1))
     free = next(name for name in names if not name.exists())
-    tell(f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}")
+    log.warning(f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}")
     return free
 
 
@@ -138,7 +141,7 @@ def newest_intact(root: Path, step: int | None = None) -> Path:
     raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
 
 
-def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: Tell) -> Found:
+def elsewhere(path: Path, accept_missing: Collection[str], world: World) -> Found:
     """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
 
     Args:
@@ -148,11 +151,11 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
         InputError: it is none, does not verify, or lacks something that was not allowed.
     """
     if on_main(world, lambda: (path / MANIFEST).is_file()):
-        outcome = found_in_folder(path, world, tell)
+        outcome = found_in_folder(path, world)
         if isinstance(outcome, Found):
             return outcome
         raise agreed(InputError(f"{path} does not verify: {outcome}; name another checkpoint"))
-    form = open_foreign(path, accept_missing, world, tell)
+    form = open_foreign(path, accept_missing, world)
     if (path / SOURCE_MANIFEST).is_file():
         manifest = parse_manifest((path / SOURCE_MANIFEST).read_text(encoding="utf-8"))
     else:  # something else wrote it: where it stands is known, and no run of ours
@@ -173,7 +176,7 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World, tell: T
     return Found(path, manifest, form.state, universal=form)
 
 
-def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World, tell: Tell) -> Found:
+def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World) -> Found:
     """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
 
     Before the model is built. `config` is the DeepSpeed JSON of this start.
@@ -189,17 +192,17 @@ def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World
         return found
     folder = found.folder
     if places.per_host and folder.parent == places.root:
-        outcome = assemble(places, found.manifest, found.text, world, tell)
+        outcome = assemble(places, found.manifest, found.text, world)
         if not isinstance(outcome, Path):
             raise agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
         folder = outcome
-    return replace(found, universal=prepared(folder, changes, world, tell))
+    return replace(found, universal=prepared(folder, changes, world))
 
 
-def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -> RunState:
+def restore(found: Found, shards: Shards, seed: int, world: World) -> RunState:
     """Load shards and this rank's random streams. Collective."""
     if found.universal is not None:
-        return load_universal(found.universal, shards, seed, world, tell)
+        return load_universal(found.universal, shards, seed, world)
     try:
         shards.load(found.folder.parent, found.folder.name)
     except RunError:
@@ -213,18 +216,17 @@ def restore(found: Found, shards: Shards, seed: int, world: World, tell: Tell) -
     return found.state
 
 
-def _steps_here(places: Places, world: World, tell: Tell) -> tuple[list[int], bool]:
+def _steps_here(places: Places, world: World) -> tuple[list[int], bool]:
     """The steps in this host's folder, and whether something was set aside there before; on its leader."""
     if not places.leads(world):
         return [], False
     for line in recover(places.root):
-        if world.is_main:
-            tell(line)
+        log.warning(line)
     steps = [step for folder in published(places.root) if (step := step_of(folder.name)) is not None]
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 
 
-def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell) -> None:
+def _set_aside(places: Places, step: int, reason: str, world: World) -> None:
     """Rename what there is of a broken checkpoint, on every host. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
@@ -233,5 +235,4 @@ def _set_aside(places: Places, step: int, reason: str, world: World, tell: Tell)
     )
     names = [name for name in told if name is not None]
     done = f"set aside as {names[0]}" if names else "nothing of it is here"
-    if world.is_main:
-        tell(f"checkpoint {folder} is broken: {reason}; {done}, trying the one before it")
+    log.warning(f"checkpoint {folder} is broken: {reason}; {done}, trying the one before it")

@@ -6,7 +6,7 @@ One rank prunes; what it deletes loses its name first; a failure stops nothing.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,6 +21,7 @@ from ds_pretrain.checkpoint.manifest import (
     step_of,
 )
 from ds_pretrain.config.timeline import Duration, Multiples
+from ds_pretrain.core.distributed import log
 from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
@@ -72,7 +73,6 @@ def prune(
     *,
     keep: int,
     keep_every: Multiples | None,
-    tell: Callable[[str], None],
     only_shipped: bool = False,
     num_calm: int = 1,
 ) -> None:
@@ -90,7 +90,7 @@ def prune(
     protected = pinned | set(calm[-num_calm:]) | (unshipped - set(abandoned))
     for step in doomed(list(folders), keep=keep, keep_every=keep_every, protected=protected):
         if step in unshipped:
-            tell(
+            log.warning(
                 f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
                 "are here; mend the place, or save less often or raise checkpoint.keep if it is too slow"
             )
@@ -98,13 +98,13 @@ def prune(
             write_point("prune")
             folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))
         except OSError as error:
-            tell(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
+            log.warning(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
     for torn in (*root.glob(f"*{PARTIAL}"), *orphans(root)):
         try:
             write_point("delete")
             shutil.rmtree(torn)
         except OSError as error:
-            tell(f"cannot delete {torn}: {error}; training goes on")
+            log.warning(f"cannot delete {torn}: {error}; training goes on")
 
 
 def read_branches(mark: bytes) -> list[tuple[str, str]]:

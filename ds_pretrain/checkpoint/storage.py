@@ -4,7 +4,7 @@ One folder that all hosts share; or a folder of each host's own, which holds the
 and, beside either, a place to which checkpoints were shipped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,6 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.files import checksum
 
 Verify = Literal["full", "sizes"]
-Tell = Callable[[str], None]
 ASSEMBLED = "assembled"  # in the run directory: checkpoints put together from what the hosts have
 
 

@@ -24,8 +24,8 @@ from ds_pretrain.checkpoint.manifest import (
 from ds_pretrain.checkpoint.reshard import Universal, convert
 from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
 from ds_pretrain.checkpoint.shards import load_pickle
-from ds_pretrain.checkpoint.storage import Tell, first_wrong
-from ds_pretrain.core.distributed import World, gather_objects, on_each_rank, on_main
+from ds_pretrain.checkpoint.storage import first_wrong
+from ds_pretrain.core.distributed import World, gather_objects, log, on_each_rank, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import checksum
 from ds_pretrain.core.state import RunState
@@ -54,9 +54,7 @@ class UniversalShards(Protocol):
         ...
 
 
-def prepared(
-    folder: Path, changes: list[str], world: World, tell: Tell, poll_seconds: float = POLL_SECONDS
-) -> Universal:
+def prepared(folder: Path, changes: list[str], world: World, poll_seconds: float = POLL_SECONDS) -> Universal:
     """The universal form of a verified checkpoint: made now if none beside it verifies. Collective.
 
     Before any model is built. Rank 0 converts; others wait in short collectives, so that no timeout strikes.
@@ -74,9 +72,9 @@ def prepared(
         reason = next((each for each in found if each is not None), None)
     changed = f"{folder.name} was saved otherwise ({', '.join(changes)})"
     if form is not None and reason is None:
-        tell(f"{changed}: using {cache.name}, which verifies")
+        log.info(f"{changed}: using {cache.name}, which verifies")
         return form
-    tell(f"{changed}: converting it, once ({reason})")
+    log.info(f"{changed}: converting it, once ({reason})")
     doing = f"converting {folder.name}"
 
     def convert_once() -> None:
@@ -89,7 +87,7 @@ def prepared(
     return form
 
 
-def load(universal: Universal, shards: UniversalShards, seed: int, world: World, tell: Tell) -> RunState:
+def load(universal: Universal, shards: UniversalShards, seed: int, world: World) -> RunState:
     """Load weights, optimizer state and random streams; prove them bitwise what the files hold. Collective.
 
     Raises:
@@ -101,11 +99,11 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World,
         _refuse_other_groups(manifest, shards.group_members(), folder)
     wrong = shards.load_universal(folder.parent, folder.name, manifest.optimizer_steps)
     on_each_rank(world, lambda: _refuse_wrong(wrong, folder))
-    _restore_streams(universal, seed, world, tell)
+    _restore_streams(universal, seed, world)
     return universal.state
 
 
-def open_foreign(folder: Path, accept_missing: Collection[str], world: World, tell: Tell) -> Universal:
+def open_foreign(folder: Path, accept_missing: Collection[str], world: World) -> Universal:
     """A universal checkpoint at any place, also one that DeepSpeed's own tool wrote. Collective.
 
     Args:
@@ -118,7 +116,7 @@ def open_foreign(folder: Path, accept_missing: Collection[str], world: World, te
     lacking = on_main(world, lambda: _lacking(folder))
     for name in lacking:
         allowed_by = "--trust-pickle" if name == "manifest" else "accept_missing"
-        tell(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
+        log.warning(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
     return on_main(world, lambda: _named(lambda: _read(folder, lacking), f"{folder} cannot be read"))
 
 
@@ -223,7 +221,7 @@ def _listed(names: list[str]) -> str:
     return (", ".join(names[:3]) or "none") + more
 
 
-def _restore_streams(universal: Universal, seed: int, world: World, tell: Tell) -> None:
+def _restore_streams(universal: Universal, seed: int, world: World) -> None:
     """Each rank's own streams; derived ones for a rank that the save did not have."""
     folder, step = universal.folder, universal.state.step
     own = (folder / rng_file(world.rank)).is_file()
@@ -233,7 +231,7 @@ def _restore_streams(universal: Universal, seed: int, world: World, tell: Tell) 
         derive_streams(seed, step, world.rank)
     derived = [rank for rank, has in enumerate(gather_objects(world, own)) if not has]
     if derived:
-        tell(
+        log.warning(
             f"random streams of ranks {', '.join(map(str, derived))}, which {folder.name} does not have, are "
             f"derived from (seed {seed}, step {step}, rank)"
         )

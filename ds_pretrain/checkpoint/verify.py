@@ -32,8 +32,8 @@ from ds_pretrain.checkpoint.manifest import (
 from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
 from ds_pretrain.checkpoint.reshard import Universal
 from ds_pretrain.checkpoint.rng import RNG
-from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, Tell, first_wrong, wrong_file
-from ds_pretrain.core.distributed import World, gather_objects, on_each_rank, on_main
+from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, first_wrong, wrong_file
+from ds_pretrain.core.distributed import World, gather_objects, log, on_each_rank, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.files import sync_folder, write_atomic, write_point
 from ds_pretrain.core.state import RunState
@@ -70,7 +70,7 @@ class Seen:
     reason: str | None = None
 
 
-def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found | str:
+def found_at_step(places: Places, step: int, world: World) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
@@ -85,20 +85,20 @@ def found_at_step(places: Places, step: int, world: World, tell: Tell) -> Found 
     own = hosts[places.leader(world)].text
     for text in newest_first:
         copy = _Copy(folder, choices[text], text, own == text, there.text == text)
-        outcome = _judge(copy, places, world, tell)
+        outcome = _judge(copy, places, world)
         if isinstance(outcome, Found):
             return outcome
         reasons.append(outcome)
     return reasons[0] if reasons else "it is on no host"
 
 
-def found_in_folder(path: Path, world: World, tell: Tell) -> Found | str:
+def found_in_folder(path: Path, world: World) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
     seen = each_looks(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
     if seen.text is None or seen.manifest is None:
         return seen.reason or "it has no manifest"
     copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_shipped=False)
-    return _judge(copy, Places(path.parent, path.parent), world, tell)
+    return _judge(copy, Places(path.parent, path.parent), world)
 
 
 def broken_reason(folder: Path) -> str | None:
@@ -171,7 +171,7 @@ def _is_whole(folder: Path, name: str) -> bool:
         return False
 
 
-def assemble(places: Places, manifest: Manifest, text: str, world: World, tell: Tell) -> Path | Problem:
+def assemble(places: Places, manifest: Manifest, text: str, world: World) -> Path | Problem:
     """A folder that all hosts share, put together from what they and the remote place have. Collective.
 
     Or why it cannot be.
@@ -180,7 +180,7 @@ def assemble(places: Places, manifest: Manifest, text: str, world: World, tell: 
     building = folder.with_name(folder.name + PARTIAL)
     if on_main(world, lambda: held_here(folder, manifest, text) == list(manifest.files)):
         return folder
-    tell(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
+    log.info(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
     mine = _to_bring(places, manifest, text, world)
     return _build(building, folder, mine, manifest, text, world.is_main, world) or folder
 
@@ -229,7 +229,7 @@ def _shipped(places: Places, step: int) -> Seen:
     return Seen() if content is None else check_manifest(content, step)
 
 
-def _judge(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str:
+def _judge(copy: _Copy, places: Places, world: World) -> Found | str:
     """A checkpoint whose files are where they are needed, or come there; or why not. Collective."""
     manifest = copy.manifest
     reason = None
@@ -240,14 +240,14 @@ def _judge(copy: _Copy, places: Places, world: World, tell: Tell) -> Found | str
         if reason is None:
             return _open(copy, places, world)
         if copy.is_shipped:
-            return _complete(copy, list(told[world.rank]), reason, places, world, tell)
+            return _complete(copy, list(told[world.rank]), reason, places, world)
     if not places.per_host:
         return reason or ""
     held = gather_objects(world, held_here(copy.folder, manifest, copy.text) if places.leads(world) else [])
     lacking = manifest.files.keys() - {name for names in held for name in names}
     if lacking and not copy.is_shipped:
         return reason or f"{min(lacking)} is on none of these hosts"
-    outcome = assemble(places, manifest, copy.text, world, tell)
+    outcome = assemble(places, manifest, copy.text, world)
     if isinstance(outcome, Path):
         return _open(replace(copy, folder=outcome, is_here=True), replace(places, per_host=False), world)
     _refuse_passing(outcome, copy.folder)
@@ -265,16 +265,14 @@ def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
     return {name: reason + host for name, reason in reasons.items() if reason is not None}
 
 
-def _complete(
-    copy: _Copy, wrong: Sequence[str], reason: str, places: Places, world: World, tell: Tell
-) -> Found | str:
+def _complete(copy: _Copy, wrong: Sequence[str], reason: str, places: Places, world: World) -> Found | str:
     """What is missing here, fetched into its host's folder; or why its copy cannot be used. Collective.
 
     What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
     """
     folder, remote, leads = copy.folder, places.remote, places.leads(world)
     assert remote is not None
-    tell(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
+    log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
     is_stale = leads and not copy.is_here
     each_looks(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
     building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)

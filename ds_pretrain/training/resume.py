@@ -64,7 +64,7 @@ def find_start(
         InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
     """
     is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
-    own, origin = store.find(places, world, log.warning, is_left), None
+    own, origin = store.find(places, world, is_left), None
     if own is None:
         origin = _find_origin(plan, wish, world)
     refuse_step(own or origin, plan, wish)
@@ -75,7 +75,7 @@ def _find_origin(plan: Plan, wish: Wish, world: World) -> Found | None:
     if plan.run.resume_from is None:
         return None
     accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
-    return store.elsewhere(Path(plan.run.resume_from), accepted, world, log.warning)
+    return store.elsewhere(Path(plan.run.resume_from), accepted, world)
 
 
 def resume(
@@ -92,7 +92,7 @@ def resume(
     if found is None:
         monitor.event("start", step=0, world_size=world.size, **plan.sharing)
         return RunState()
-    state = store.restore(found, engine, plan.run.seed, world, log.warning)
+    state = store.restore(found, engine, plan.run.seed, world)
     if found.manifest.probe is not None:
         enter_phase(found.manifest.probe.step)
     probed = check_probe(found.manifest, state, engine, feed, plan, world)

@@ -132,8 +132,8 @@ class Watchdog:
         self._written(after)
         log.warning(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._told(after, feed, verdict, response.reason)
-        store.leave(self._places, after.step, self._world, log.warning)
-        store.restore(found, engine, self._plan.run.seed, self._world, log.warning)
+        store.leave(self._places, after.step, self._world)
+        store.restore(found, engine, self._plan.run.seed, self._world)
         self._look_for_suspects(after, engine, feed, state.ledger)
         self._incidents.begin(after)
         return after
@@ -185,10 +185,10 @@ class Watchdog:
             )
             if response.action == "stop" or response.to_step is None:
                 raise self._needs_person(state, verdict, response, step)
-            outcome = found_at_step(self._places, response.to_step, self._world, log.warning)
+            outcome = found_at_step(self._places, response.to_step, self._world)
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
-                return store.fitted(outcome, deepspeed, self._places, self._world, log.warning), response
+                return store.fitted(outcome, deepspeed, self._places, self._world), response
             log.warning(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
             calm = [c for c in calm if c != response.to_step]
 

@@ -322,7 +322,6 @@ class Saver:
             self._places.root,
             keep=section.keep,
             keep_every=self._plan.keep_every,
-            tell=log.warning,
             only_shipped=self._shipping.is_on,
             num_calm=1 + len(self._plan.run.watchdog.respond),
         )

@@ -26,7 +26,7 @@ from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.training.rollback import saved_steps
 from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_manifest import MANIFEST
-from tests.ranks import run_ranks
+from tests.ranks import heard, run_ranks
 
 TEXTS = {"run.toml": "name = 'x'\n", "deepspeed.json": "{}", "model.json": "{}"}
 FILES = [
@@ -87,11 +87,11 @@ def _save(root: Path, step: int, world: World, shards: SmallShards | None = None
 
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     """The name of what was found, what was told, and the type and text of what was raised."""
-    told: list[str] = []
-    try:
-        found = store.find(Places(root, root), world, told.append)
-    except RunError as error:
-        return None, told, f"{type(error).__name__}: {error}"
+    with heard() as told:
+        try:
+            found = store.find(Places(root, root), world)
+        except RunError as error:
+            return None, told, f"{type(error).__name__}: {error}"
     return found.folder.name if found else None, told, None
 
 
@@ -101,13 +101,13 @@ def _names(root: Path) -> list[str]:
 
 def _save_find_restore(world: World, folder: str) -> Any:
     root = Path(folder) / "checkpoints"
-    nothing = store.find(Places(root, root), world, print)
+    nothing = store.find(Places(root, root), world)
     _save(root, 3, world)
     saved = _save(root, 6, world)
-    found = store.find(Places(root, root), world, print)
+    found = store.find(Places(root, root), world)
     assert found is not None
     shards = SmallShards(world)
-    state = store.restore(found, shards, 7, world, print)
+    state = store.restore(found, shards, 7, world)
     written = torch.load(found.folder / FILES[1], weights_only=True)[f"{found.folder.name}.partial"].tolist()
     same = saved.problem is None and saved.bytes == found.manifest.total_bytes and written == [1] * 8
     return nothing, list(found.manifest.files), found.folder.name, same, state, shards.loaded
@@ -181,7 +181,7 @@ def test_a_checkpoint_with_any_file_damaged_is_named_set_aside_and_the_one_befor
                 "gone": "cannot be read",
             }[kind]
             assert expected in message
-        assert second[name, kind] == ("step_000000003", [], None)  # the same choice; rank 0 speaks
+        assert second[name, kind] == ("step_000000003", told, None)  # the same choice, for the same reason
 
 
 def _find_among_broken(world: World, folder: str) -> Any:
@@ -200,18 +200,18 @@ def test_when_no_checkpoint_verifies_nothing_starts_again(tmp_path: Path) -> Non
         assert raised is not None
         assert raised.startswith(f"InputError: no checkpoint in {tmp_path} verifies")
         assert "a run never silently starts again at step 0" in raised
-        assert len(told) in (0, 2)
+        assert len(told) == 2
         assert again is None
         assert raised_again == raised  # what was set aside is remembered too
 
 
 def test_a_second_broken_checkpoint_of_a_step_does_not_displace_the_first(tmp_path: Path) -> None:
-    world, told = World(), list[str]()
+    world = World()
     for _ in range(3):
         _save(tmp_path, 3, world)
         (tmp_path / step_name(3) / "run.toml").unlink()
         with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
-            store.find(Places(tmp_path, tmp_path), world, told.append)
+            store.find(Places(tmp_path, tmp_path), world)
     assert _names(tmp_path) == ["latest", *(f"step_000000003.broken{n}" for n in ("", 2, 3))]
 
 
@@ -365,23 +365,24 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
 
 
 def test_pruning_keeps_the_newest_and_deletes_what_killed_saves_left(tmp_path: Path) -> None:
-    world, told = World(), list[str]()
+    world = World()
     for step in (3, 6, 9, 12):
         _save(tmp_path, step, world)
     (tmp_path / "step_000000007.partial").mkdir()
     (tmp_path / "step_000000001.broken").mkdir()
-    prune(tmp_path, keep=2, keep_every=None, tell=told.append)
+    with heard() as told:
+        prune(tmp_path, keep=2, keep_every=None)
     assert [path.name for path in published(tmp_path)] == ["step_000000012", "step_000000009"]
     assert _names(tmp_path) == ["latest", "step_000000001.broken", "step_000000009", "step_000000012"]
     assert told == []
-    prune(tmp_path, keep=5, keep_every=None, tell=told.append)
+    prune(tmp_path, keep=5, keep_every=None)
     assert len(published(tmp_path)) == 2
 
 
 def test_a_deletion_that_fails_is_told_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, told = World(), list[str]()
+    world = World()
     for step in (3, 6):
         _save(tmp_path, step, world)
 
@@ -389,16 +390,17 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    prune(tmp_path, keep=1, keep_every=None, tell=told.append)
+    with heard() as told:
+        prune(tmp_path, keep=1, keep_every=None)
     torn = tmp_path / "step_000000003.doomed.partial"
     assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
 
-    told.clear()
     monkeypatch.undo()
     _save(tmp_path, 9, world)
     monkeypatch.setattr(Path, "rename", lambda self, target: refuse(self))
-    prune(tmp_path, keep=1, keep_every=None, tell=told.append)
+    with heard() as told:
+        prune(tmp_path, keep=1, keep_every=None)
     assert told == [
         f"cannot delete the old checkpoint {tmp_path / step_name(6)}: "
         "[Errno 16] Device or resource busy; training goes on"
@@ -425,7 +427,7 @@ def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp
     (tmp_path / step_name(10) / PINNED).touch()
     for step in (1, 30):
         (tmp_path / step_name(step) / CALM).touch()
-    prune(tmp_path, keep=1, keep_every=Multiples(40, ((0, 0, 1),)), tell=print)
+    prune(tmp_path, keep=1, keep_every=Multiples(40, ((0, 0, 1),)))
     assert [path.name for path in published(tmp_path)] == [step_name(step) for step in (50, 40, 30, 10)]
     assert _find(tmp_path, World()) == ("step_000000050", [], None)
 
@@ -484,7 +486,7 @@ def test_the_watchdog_has_as_many_calm_checkpoints_as_it_may_go_back_to(tmp_path
         _save(tmp_path, step, world)
         if step < 8:
             (tmp_path / step_name(step) / CALM).touch()
-    prune(tmp_path, keep=1, keep_every=None, tell=print, num_calm=2)
+    prune(tmp_path, keep=1, keep_every=None, num_calm=2)
     assert _names(tmp_path) == ["latest", *map(step_name, (4, 6, 10))]
 
 
@@ -494,11 +496,11 @@ def test_sizes_alone_let_a_changed_byte_through_and_that_is_what_was_asked_for(t
         _save(tmp_path, step, world)
     _flip_a_bit(tmp_path / step_name(6) / FILES[0])
     sizes = Places(tmp_path, tmp_path, verify="sizes")
-    found = store.find(sizes, world, print)
+    found = store.find(sizes, world)
     assert found is not None
     assert found.manifest.step == 6
     _truncate(tmp_path / step_name(6) / FILES[0])
-    found = store.find(sizes, world, print)
+    found = store.find(sizes, world)
     assert found is not None
     assert found.manifest.step == 3
 
@@ -510,8 +512,8 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     for step in (2, 4, 6, 8):
         _save(tmp_path, step, world)
     (tmp_path / step_name(6) / PINNED).touch()
-    told: list[str] = []
-    store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
+    with heard() as told:
+        store.leave(Places(tmp_path, tmp_path), 2, world)
     assert _names(tmp_path) == [
         *("latest", step_name(2), f"{step_name(4)}.doomed.partial", f"{step_name(6)}.left_1"),
         f"{step_name(8)}.doomed.partial",
@@ -522,17 +524,18 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     ]
     _save(tmp_path, 6, world)  # the run comes by again
     (tmp_path / step_name(6) / PINNED).touch()
-    store.leave(Places(tmp_path, tmp_path), 2, world, told.append)
-    prune(tmp_path, keep=1, keep_every=None, tell=print)
+    store.leave(Places(tmp_path, tmp_path), 2, world)
+    prune(tmp_path, keep=1, keep_every=None)
     assert {f"{step_name(6)}.left_1", f"{step_name(6)}.left_2"} <= set(_names(tmp_path))
     assert published(tmp_path) == [tmp_path / step_name(2)]
 
 
 def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -> None:
-    world, told = World(), list[str]()
+    world = World()
     for step in (2, 4, 6):
         _save(tmp_path, step, world)
-    found = store.find(Places(tmp_path, tmp_path), world, told.append, lambda state: state.step > 2)
+    with heard() as told:
+        found = store.find(Places(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert found is not None
     assert found.manifest.step == 2
     assert told == [
@@ -550,9 +553,9 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
     with pytest.raises(
         InputError, match="those of steps 6, 4 do, but the watchdog has gone back behind them"
     ):
-        store.find(Places(tmp_path, tmp_path), world, print, lambda state: state.step > 2)
+        store.find(Places(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert {step_name(4), step_name(6)} <= set(_names(tmp_path))
-    found = store.find(Places(tmp_path, tmp_path), world, print)  # as mode "observe" would
+    found = store.find(Places(tmp_path, tmp_path), world)  # as mode "observe" would
     assert found is not None
     assert found.manifest.step == 6
 

@@ -48,9 +48,9 @@ def _save_after_draws(world: World, folder: str) -> list[list[float]]:
 
 def _draws_after_restore(world: World, folder: str) -> list[list[float]]:
     seed_streams(99, 1 - world.rank)  # a fresh process has streams too, others
-    found = store.find(Places(Path(folder), Path(folder)), world, print)
+    found = store.find(Places(Path(folder), Path(folder)), world)
     assert found is not None
-    store.restore(found, test_store.SmallShards(world), 7, world, print)
+    store.restore(found, test_store.SmallShards(world), 7, world)
     return [_draws() for _ in range(4)]
 
 

@@ -110,8 +110,8 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def _prepared(folder: Path) -> tuple[reshard.Universal, list[str]]:
-    told: list[str] = []
-    return universal.prepared(folder, ["ranks 2 -> 3"], World(), told.append), told
+    with heard() as told:
+        return universal.prepared(folder, ["ranks 2 -> 3"], World()), told
 
 
 def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_path: Path) -> None:
@@ -235,16 +235,14 @@ def test_a_conversion_killed_at_any_point_is_done_again_or_was_complete(
     assert workspace_of(folder).exists()
     found, _ = _prepared(folder)
     assert len(tool_in_this_process) == (0 if point == "clean" else 1)
-    assert universal.open_foreign(found.folder, ["rng"], World(), lambda message: None).state == RunState(
-        STEP
-    )
+    assert universal.open_foreign(found.folder, ["rng"], World()).state == RunState(STEP)
 
 
 def test_pruning_a_checkpoint_prunes_its_universal_form(tmp_path: Path) -> None:
     for folder in (write_checkpoint(tmp_path), tmp_path / "step_000000009"):
         folder.mkdir(exist_ok=True)
         cache_of(folder).mkdir()
-    prune(tmp_path, keep=1, keep_every=None, tell=print)
+    prune(tmp_path, keep=1, keep_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000009", "step_000000009.universal"]
 
 
@@ -334,7 +332,7 @@ def _slow(world: World, folder: str, poll_seconds: float) -> Any:
     patch.setattr(distributed, "PROGRESS_SECONDS", 1.0)
     with heard() as told:
         try:
-            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, print, poll_seconds)
+            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, poll_seconds)
         except InputError as error:
             return error.problems, told
     return None
@@ -359,7 +357,7 @@ def _fail_to_convert(world: World, folder: str) -> list[tuple[str, bool]]:
         patch = pytest.MonkeyPatch()
         patch.setattr(universal, "convert", act)
         try:
-            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, lambda text: None, 0.1)
+            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, 0.1)
         except RunError as met:
             ended.append((str(met), met.agreed))
         patch.undo()
@@ -399,7 +397,7 @@ def _see_late(world: World, folder: str, num_looks: int) -> tuple[str, int]:
     patch.setattr(universal, "first_wrong", look)
     patch.setattr(universal, "SIGHT_SECONDS", 3.0)
     try:
-        form = universal.prepared(Path(folder), ["ranks 2 -> 3"], world, lambda text: None, 0.05)
+        form = universal.prepared(Path(folder), ["ranks 2 -> 3"], world, 0.05)
     except RunError as error:
         return str(error), looks
     return form.folder.name, looks
@@ -490,7 +488,7 @@ def test_p17_other_parameter_groups_are_refused_by_name_before_anything_is_loade
     found, _ = _prepared(write_checkpoint(tmp_path))
     shards = Shards([("decay", ["a.weight", "a.bias"])], [])
     with pytest.raises(InputError) as caught:
-        universal.load(found, shards, 7, World(), print)
+        universal.load(found, shards, 7, World())
     assert len(caught.value.problems) == 2
     assert (
         "parameter group 'decay' is not that of step_000000005.universal: without none, with a.bias"
@@ -504,10 +502,10 @@ def test_p17_other_parameter_groups_are_refused_by_name_before_anything_is_loade
 
 
 def _load_wrong(world: World, folder: str) -> str:
-    found = universal.open_foreign(Path(folder), ["rng"], world, lambda message: None)
+    found = universal.open_foreign(Path(folder), ["rng"], world)
     groups = [("decay", ["a.weight"]), ("no_decay", ["a.bias"])]
     try:
-        universal.load(found, Shards(groups, ["a.bias: wrong"] if world.rank == 1 else []), 7, world, print)
+        universal.load(found, Shards(groups, ["a.bias: wrong"] if world.rank == 1 else []), 7, world)
     except RunError as error:
         return str(error)
     return ""
@@ -528,15 +526,15 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
     (found.folder / "universal.json").unlink()
     (found.folder / RUN_STATE).unlink()
     with pytest.raises(InputError) as caught:
-        universal.open_foreign(found.folder, [], World(), print)
+        universal.open_foreign(found.folder, [], World())
     assert len(caught.value.problems) == 3
     for name, problem in zip(("manifest", "run_state", "rng"), caught.value.problems, strict=True):
         assert problem.startswith(f"{found.folder} has no {name}: {universal.MISSING[name]}")
         way = "start with --trust-pickle" if name == "manifest" else f"add '{name}' to accept_missing"
         assert problem.endswith(way)
     with pytest.raises(InputError, match="is neither a checkpoint of ours"):
-        universal.open_foreign(tmp_path, [], World(), print)
-    opened = universal.open_foreign(found.folder, list(universal.MISSING), World(), print)
+        universal.open_foreign(tmp_path, [], World())
+    opened = universal.open_foreign(found.folder, list(universal.MISSING), World())
     assert (opened.state, opened.manifest.optimizer_steps) == (RunState(STEP), STEP)
     assert (opened.manifest.groups, opened.manifest.files) == ((), {})
 
@@ -544,28 +542,28 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
 def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     form, _ = _prepared(folder)
-    ours = store.elsewhere(folder, [], World(), print)
-    copied = store.elsewhere(form.folder, ["rng"], World(), print)
+    ours = store.elsewhere(folder, [], World())
+    copied = store.elsewhere(form.folder, ["rng"], World())
     assert ours.universal is None
     assert copied.universal is not None
     assert ours.manifest == copied.manifest
     assert ours.state == copied.state == RunState(STEP)
-    assert store.fitted(copied, {}, Places(folder, folder), World(), print) is copied
+    assert store.fitted(copied, {}, Places(folder, folder), World()) is copied
     for name in ("universal.json", "source_manifest.json", RUN_STATE):
         (form.folder / name).unlink()
-    found = store.elsewhere(form.folder, list(universal.MISSING), World(), print)
+    found = store.elsewhere(form.folder, list(universal.MISSING), World())
     assert (found.state, found.manifest.step) == (RunState(STEP), STEP)
     assert (found.manifest.identity, found.manifest.wandb_id) == ({}, None)
     (folder / RUN_STATE).write_text("{}")
     with pytest.raises(InputError, match=f"{folder} does not verify: "):
-        store.elsewhere(folder, [], World(), print)
+        store.elsewhere(folder, [], World())
 
 
 def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:
     found, _ = _prepared(write_checkpoint(tmp_path))
     _flip(found.folder, found.folder)
     with pytest.raises(InputError, match=r"the checksum of zero/a\.weight/exp_avg\.pt does not match"):
-        universal.open_foreign(found.folder, ["rng"], World(), print)
+        universal.open_foreign(found.folder, ["rng"], World())
 
 
 def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:

@@ -25,6 +25,7 @@ from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
 from tests.checkpoint.test_manifest import MANIFEST
+from tests.ranks import heard
 
 PATIENCE_SECONDS = 60.0
 NAMES = ("rng/rank_00000.pt", "rng/rank_00001.pt", "run_state.json")
@@ -416,7 +417,9 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
     root, told, remote = tmp_path / "here", list[str](), open_remote(str(tmp_path / "vault"))
 
     def kept(**options: bool) -> list[int]:
-        prune(root, keep=2, keep_every=None, tell=told.append, **options)
+        with heard() as lines:
+            prune(root, keep=2, keep_every=None, **options)
+        told.extend(lines)
         return [int(folder.name[5:]) for folder in published(root)]
 
     for step in (10, 20, 30, 40):

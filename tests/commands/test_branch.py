@@ -143,7 +143,7 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
     )
     assert again == f"{step_name(4)} is pruned in its turn"
     (theirs / PINNED).write_bytes(mark)
-    prune(root, keep=1, keep_every=None, tell=print)
+    prune(root, keep=1, keep_every=None)
     assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
     line = (
         f"branched from tiny at step 4: {theirs} (run parent-id, manifest {checksum(theirs / MANIFEST)[:12]}"

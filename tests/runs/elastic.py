@@ -157,13 +157,13 @@ def restore_and_save(world: World, run_file: str) -> Snapshot:
     """Restore a run and save it again at once, as if it had been stopped before its first step."""
     plan = load_plan(run_file)
     root = plan.out / "checkpoints"
-    found = store.find(Places(root, root), world, print)
+    found = store.find(Places(root, root), world)
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "_run_tool", tool_in_this_process)
-        found = store.fitted(found, plan.deepspeed, Places(root, root), world, print)
+        found = store.fitted(found, plan.deepspeed, Places(root, root), world)
     engine = opening.open_run_engine(plan, world)
-    state = store.restore(found, engine, plan.run.seed, world, print)
+    state = store.restore(found, engine, plan.run.seed, world)
     texts = {"deepspeed.json": plan.deepspeed_text}
     manifest = replace(found.manifest, world_size=world.size, files={})
     save_now(root, state, manifest, texts, engine, world)

@@ -159,7 +159,7 @@ def _full(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def _leave_one(places: Places, to_step: int, world: World, tell: Any) -> None:
+def _leave_one(places: Places, to_step: int, world: World) -> None:
     later = [folder for folder in published(places.root) if (step_of(folder.name) or 0) > to_step]
     if world.is_main and later:
         later[0].rename(later[0].with_name(f"{later[0].name}{DOOMED}"))

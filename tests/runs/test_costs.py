@@ -51,9 +51,9 @@ def _resume(world: World, run_file: str) -> tuple[float, float]:
     barrier(world)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     memory, read = _status("VmHWM"), _read_bytes()
-    found = store.find(Places(plan.out, plan.out), world, print)
+    found = store.find(Places(plan.out, plan.out), world)
     assert found is not None
-    store.restore(found, engine, 7, world, print)
+    store.restore(found, engine, 7, world)
     memory, read = _status("VmHWM") - memory, _read_bytes() - read + sum(mapped)
     patch.undo()
     own = sum(e.bytes for name, e in found.manifest.files.items() if owner(name) == world.rank)

@@ -20,7 +20,7 @@ from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.training import setup as opening
-from tests.ranks import run_ranks, run_ranks_each
+from tests.ranks import heard, run_ranks, run_ranks_each
 from tests.runs.elastic import (
     Outcome,
     convert_here,
@@ -274,10 +274,11 @@ def test_p16_tied_weights_frozen_parameters_and_buffers_come_back(
 
 
 def _start_from(world: World, run_file: str, folder: str, accept_missing: tuple[str, ...]) -> Any:
-    plan, told = load_plan(run_file), list[str]()
-    found = universal.open_foreign(Path(folder), accept_missing, world, told.append)
-    engine: Any = opening.open_run_engine(plan, world)
-    state = universal.load(found, engine, plan.run.seed, world, told.append)
+    plan = load_plan(run_file)
+    with heard() as told:
+        found = universal.open_foreign(Path(folder), accept_missing, world)
+        engine: Any = opening.open_run_engine(plan, world)
+        state = universal.load(found, engine, plan.run.seed, world)
     return state, snapshot(engine._engine, world), told
 
 

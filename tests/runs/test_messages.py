@@ -106,7 +106,7 @@ def test_a_file_that_is_another_here_than_where_it_was_written_stops_a_publicati
 
 def test_pieces_that_nobody_has_are_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    outcome = assemble(Places(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World(), print)
+    outcome = assemble(Places(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World())
     assert isinstance(outcome, Problem)
     assert outcome.lasts
     assert outcome.text.endswith("is on no host")

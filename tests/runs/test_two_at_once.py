@@ -54,9 +54,9 @@ def _spied(world: World, folder: str) -> list[tuple[str, str]]:
     for step in (3, 6, 9, 12):
         assert test_store._save(root, step, host_world).problem is None
         if host_world.is_main:
-            prune(root, keep=2, keep_every=None, tell=print)
+            prune(root, keep=2, keep_every=None)
         barrier(world)
-    assert store.find(Places(root, root), host_world, print) is not None
+    assert store.find(Places(root, root), host_world) is not None
     patch.undo()
     return done
 
@@ -193,5 +193,5 @@ def test_p40_two_conversions_at_once_leave_one_whole_form(tmp_path: Path) -> Non
     ends = run_ranks(_convert_at_once, 2, str(folder))
     refused = f"InputError: {folder} is being converted by another program; wait until "
     assert sorted(end.startswith(refused) for end in ends if end != "converted") in ([], [True]), ends
-    form = universal.open_foreign(cache_of(folder), [], World(), print)
+    form = universal.open_foreign(cache_of(folder), [], World())
     assert form.state.step == 3
