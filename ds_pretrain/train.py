@@ -4,9 +4,7 @@ deepspeed [--hostfile F] --module ds_pretrain.train RUN.toml [section.key=value 
 """
 
 import argparse
-import logging
 import os
-import platform
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -33,7 +31,7 @@ from ds_pretrain.core.errors import (
 from ds_pretrain.core.files import FileLock
 from ds_pretrain.core.run_files import StopSignal, record_exit, record_rank, run_lock
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.text import say
+from ds_pretrain.core.text import LogToStderr, say
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.data.usage import read_so_far
 from ds_pretrain.data.validation_set import ValidationSet
@@ -223,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wish = Wish(words.stop_after, words.trust_pickle)
     os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
-    LogToStderr(world).install()
+    LogToStderr(world.rank).install()
     try:
         plan = load_plan(words.run_file, words.overrides)
     except InputError as error:
@@ -248,30 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             barrier(world)
             dist.destroy_process_group()
     return code
-
-
-class LogToStderr(logging.Handler):
-    """Writes the log to stderr: rank 0's records, and those of other ranks that are marked EVERY_RANK.
-
-    A reader that has gone (a closed pipe) costs the lines and never the run.
-    """
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, with its rank where that is not rank 0."""
-        every_rank = getattr(record, "every_rank", False)
-        if self._world.is_main or every_rank:
-            where = "" if self._world.is_main else f"rank {self._world.rank} on {platform.node()}: "
-            say(sys.stderr, f"ds_pretrain: {where}{self.format(record)}")
-
-    def install(self) -> None:
-        """Take the place of every other handler of our log."""
-        log.handlers[:] = [self]
-        log.setLevel(logging.INFO)
-        log.propagate = False
 
 
 def _record_exit(plan: Plan, code: int) -> None:

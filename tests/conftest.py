@@ -1,7 +1,9 @@
 """What holds for all tests: one thread a process, little garbage to look through, and what was collected."""
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 # Set before torch is imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,3 +22,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # three thousand tests, torch and Transformers: garbage to no one
+
+
+@pytest.fixture(autouse=True)
+def _log_is_heard() -> Iterator[None]:
+    """Undo what a command does to the log of its process: caplog hears what is logged in the next test."""
+    yield
+    logger = logging.getLogger("ds_pretrain")
+    logger.handlers[:], logger.propagate = [], True

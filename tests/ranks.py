@@ -156,13 +156,13 @@ def _rank_main(
     import deepspeed
     import torch
 
+    from ds_pretrain.core.text import LogToStderr
     from ds_pretrain.engine.engine import quiet_deepspeed
-    from ds_pretrain.train import LogToStderr
 
     torch.set_num_threads(1)
     quiet_deepspeed()
     world = World(rank=rank, size=num_ranks, local_rank=rank)
-    LogToStderr(world).install()
+    LogToStderr(rank).install()
     try:
         deepspeed.init_distributed(
             backend,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from ds_pretrain import __version__
 from ds_pretrain.commands.checkpoints import add_arguments as add_checkpoint_arguments
 from ds_pretrain.core.errors import EXIT_FAILED, RunError
-from ds_pretrain.core.text import discard_unread, say
+from ds_pretrain.core.text import LogToStderr, discard_unread, say
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Where nobody reads on, as behind `| head`, it ends in silence, with the code of a process that died of it.
     """
     words = _parse(argv)
+    LogToStderr().install()
     try:
         module = import_module(f"ds_pretrain.commands.{words.module}")
         code: int = getattr(module, f"{words.module}_command")(words)

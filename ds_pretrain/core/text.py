@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import logging
 import os
+import platform
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, log
@@ -228,3 +231,28 @@ def loss_plot(
             f"{'step':9} {steps}   {meanings}",
         ]
     )
+
+
+class LogToStderr(logging.Handler):
+    """Writes the log to stderr: rank 0's records, and those of other ranks that are marked EVERY_RANK.
+
+    A reader that has gone (a closed pipe) costs the lines and never the run.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, with its rank where that is not rank 0."""
+        every_rank = getattr(record, "every_rank", False)
+        if self._rank == 0 or every_rank:
+            where = "" if self._rank == 0 else f"rank {self._rank} on {platform.node()}: "
+            say(sys.stderr, f"ds_pretrain: {where}{self.format(record)}")
+
+    def install(self) -> None:
+        """Take the place of every other handler of our log."""
+        logger = logging.getLogger("ds_pretrain")
+        logger.handlers[:] = [self]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
