@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
@@ -170,6 +170,7 @@ def _train_from(state: RunState, run: _Run) -> None:
         num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
         is_last = state.step == plan.last_step
         if is_last and num_attempted > 1 and not num_applied:
+            saver.finish()
             raise NoProgress(
                 f"{num_attempted} steps were attempted and every update was dropped (gradients not "
                 "finite, or wild); nothing was learned since the checkpoint that this start began from: "
@@ -259,6 +260,7 @@ def _record_exit(plan: Plan, code: int) -> None:
 
 if __name__ == "__main__":
     exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # its reader may have gone, or it is closed
+            stream.flush()
     os._exit(exit_code)  # threads that gloo leaves behind can abort an interpreter that takes itself apart

@@ -38,7 +38,7 @@ from ds_pretrain.checkpoint.verify import (
     recover,
     rename_broken,
 )
-from ds_pretrain.core.distributed import World, log, on_main
+from ds_pretrain.core.distributed import EVERY_RANK, World, log, on_main
 from ds_pretrain.core.errors import InputError, RunError, agreed
 from ds_pretrain.core.state import RunState
 
@@ -119,7 +119,10 @@ def _name_of_left(folder: Path) -> Path:
         return folder.with_name(f"{folder.name}{DOOMED}")
     names = (folder.with_name(f"{folder.name}{LEFT}{number}") for number in itertools.count(1))
     free = next(name for name in names if not name.exists())
-    log.warning(f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}")
+    log.warning(
+        f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}",
+        extra=EVERY_RANK,
+    )
     return free
 
 
@@ -221,7 +224,7 @@ def _steps_here(places: Places, world: World) -> tuple[list[int], bool]:
     if not places.leads(world):
         return [], False
     for line in recover(places.root):
-        log.warning(line)
+        log.warning(line, extra=EVERY_RANK)
     steps = [step for folder in published(places.root) if (step := step_of(folder.name)) is not None]
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 

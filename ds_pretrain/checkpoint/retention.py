@@ -21,7 +21,7 @@ from ds_pretrain.checkpoint.manifest import (
     step_of,
 )
 from ds_pretrain.config.timeline import Duration, Multiples
-from ds_pretrain.core.distributed import log
+from ds_pretrain.core.distributed import EVERY_RANK, log
 from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
@@ -92,19 +92,23 @@ def prune(
         if step in unshipped:
             log.warning(
                 f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
-                "are here; mend the place, or save less often or raise checkpoint.keep if it is too slow"
+                "are here; mend the place, or save less often or raise checkpoint.keep if it is too slow",
+                extra=EVERY_RANK,
             )
         try:
             write_point("prune")
             folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))
         except OSError as error:
-            log.warning(f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on")
+            log.warning(
+                f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on",
+                extra=EVERY_RANK,
+            )
     for torn in (*root.glob(f"*{PARTIAL}"), *orphans(root)):
         try:
             write_point("delete")
             shutil.rmtree(torn)
         except OSError as error:
-            log.warning(f"cannot delete {torn}: {error}; training goes on")
+            log.warning(f"cannot delete {torn}: {error}; training goes on", extra=EVERY_RANK)
 
 
 def read_branches(mark: bytes) -> list[tuple[str, str]]:

@@ -195,6 +195,13 @@ def held_here(folder: Path, manifest: Manifest, text: str) -> list[str]:
         return []
 
 
+def _look(look: Callable[[], Sight]) -> Sight:
+    try:
+        return look()
+    except UnknownVersion as error:  # trying again cannot help
+        raise InputError(str(error)) from error
+
+
 def each_looks(folder: Path, world: World, look: Callable[[], Sight]) -> list[Sight]:
     """What each rank sees of a checkpoint. Collective.
 
@@ -202,7 +209,7 @@ def each_looks(folder: Path, world: World, look: Callable[[], Sight]) -> list[Si
         InputError, RunError: a rank cannot tell, which says nothing about the checkpoint.
     """
     try:
-        return on_each_rank(world, look)
+        return on_each_rank(world, lambda: _look(look))
     except RunError as error:
         kind = InputError if isinstance(error, InputError) else RunError
         raise agreed(
@@ -377,6 +384,8 @@ def _build(
             if problem is not None:
                 return problem
         on_each_rank(world, publish)
+    except InputError:
+        raise
     except RunError as error:
         return Problem(str(error), lasts=False)
     return None

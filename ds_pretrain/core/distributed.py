@@ -176,9 +176,9 @@ def _attempt(act: Callable[[], Any]) -> _Outcome:
         return _Outcome(problems=error.problems, is_input=True, error=error)
     except RunError as error:
         return _Outcome(problems=(str(error),), error=error)
-    except (OSError, ValueError) as error:
-        return _Outcome(problems=(str(error) or repr(error),), is_input=isinstance(error, ValueError))
-    except Exception as error:  # the other ranks wait for an answer, whatever it is
+    except OSError as error:
+        return _Outcome(problems=(str(error) or repr(error),))
+    except BaseException as error:  # the other ranks wait for an answer, whatever it is
         log.exception("unexpected error", extra=EVERY_RANK)
         return _Outcome(problems=(f"{type(error).__name__}: {error}",))
 

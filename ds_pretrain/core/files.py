@@ -7,6 +7,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,10 +119,11 @@ class FileLock:
             return False
         except OSError:
             pass  # a file system without locks
-        if not is_folder:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         self._descriptor = descriptor
+        if not is_folder:
+            with suppress(OSError):  # a full disk: the holder's name is a courtesy
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         return True
 
     def release(self) -> None:

@@ -152,8 +152,10 @@ def count(number: float) -> str:
     return f"{value:.{digits}f}{suffix}"
 
 
-def say(stream: TextIO, text: str) -> bool:
+def say(stream: TextIO | None, text: str) -> bool:
     """Print a line and flush it; False, and nothing worse, if the stream is closed or its reader is gone."""
+    if stream is None:
+        return False
     try:
         try:
             stream.write(text + "\n")

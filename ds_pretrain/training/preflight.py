@@ -20,7 +20,7 @@ from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
 from ds_pretrain.config.plan import Plan, check_world, drop_problems, sharing_problems
 from ds_pretrain.config.schema import HeldOutSection, PhaseSection
 from ds_pretrain.config.timeline import Segment, accumulation, chunk_problems, worlds_that_divide
-from ds_pretrain.core.distributed import World, gather_objects
+from ds_pretrain.core.distributed import World, gather_objects, on_each_rank
 from ds_pretrain.core.errors import InputError, agreed
 from ds_pretrain.core.files import folder_problem, write_atomic
 from ds_pretrain.core.state import SkipLedger
@@ -176,28 +176,28 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
     Raises:
         InputError: on every rank, with every rank's problems.
     """
-    problems: list[str] = []
-    inputs, seen = Inputs({}, {}), ""
-    try:
-        inputs = open_inputs(plan)
-        seen = _digest(plan, inputs)
+    opened: list[Inputs] = []
+
+    def look() -> tuple[str, str]:
+        opened.append(open_inputs(plan))
         if world.is_main:
-            problems = find_problems(plan, inputs, world.size, "the launcher")
-            problems += [] if problems else build_problems(plan, inputs.base)
-    except InputError as error:
-        problems = list(error.problems)
-    told = gather_objects(world, (problems, seen, platform.node()))
-    everyone = list(dict.fromkeys(p for problems, _, _ in told for p in problems))
-    if not everyone:
-        others = {node for _, digest, node in told if digest != told[0][1]}
-        everyone = [
-            f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {told[0][2]} under "
-            "the same paths; bring its copies up to date"
-            for node in sorted(others)
-        ]
-    if everyone:
-        raise agreed(InputError(everyone))
-    return inputs
+            problems = find_problems(plan, opened[0], world.size, "the launcher")
+            problems += [] if problems else build_problems(plan, opened[0].base)
+            if problems:
+                raise InputError(problems)
+        return _digest(plan, opened[0]), platform.node()
+
+    seen = on_each_rank(world, look)
+    first_digest, first_node = seen[0]
+    if others := {node for digest, node in seen if digest != first_digest}:
+        raise agreed(
+            InputError(
+                f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {first_node} "
+                "under the same paths; bring its copies up to date"
+                for node in sorted(others)
+            )
+        )
+    return opened[0]
 
 
 def _digest(plan: Plan, inputs: Inputs) -> str:

@@ -16,8 +16,8 @@ from ds_pretrain.checkpoint.rng import preserve_streams
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.checkpoint.verify import Found, found_at_step
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows, log
-from ds_pretrain.core.errors import CannotSave, NeedsPerson, agreed
+from ds_pretrain.core.distributed import World, gather_rows, log, on_each_rank, on_main
+from ds_pretrain.core.errors import CannotSave, NeedsPerson, RunError, agreed
 from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import Rollback, RunState, SkipLedger, Verdict
 from ds_pretrain.core.text import counted
@@ -60,7 +60,7 @@ class Watchdog:
 
     def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
         """Begin with the state of a start; tell what a crash kept from being told. Collective."""
-        lacking = from_main(self._world, self._incidents.lacking(state) if self._world.is_main else ())
+        lacking = on_main(self._world, lambda: self._incidents.lacking(state))
         if lacking:
             rollback, ledger = state.rollbacks[-1], state.ledger
             if rollback.response == "skip":  # what it met was read under the ledger before it
@@ -104,9 +104,7 @@ class Watchdog:
             return True
         if self._world.is_main:
             calm = saved_steps(self._places.root, state.rollbacks, calm=True)
-            response = respond(
-                self._plan.run.watchdog, self._plan.timeline, state.rollbacks, verdict, state.step, calm
-            )
+            response = self._respond(state, verdict, state.step, calm)
             self._incidents.observed(state.step, verdict, response)
         return False
 
@@ -180,9 +178,7 @@ class Watchdog:
         """The checkpoint to go back to, verified and ready to load. Collective."""
         calm = self._saved_steps(state, calm=True)
         while True:
-            response = respond(
-                self._plan.run.watchdog, self._plan.timeline, state.rollbacks, verdict, step, calm
-            )
+            response = self._respond(state, verdict, step, calm)
             if response.action == "stop" or response.to_step is None:
                 raise self._needs_person(state, verdict, response, step)
             outcome = found_at_step(self._places, response.to_step, self._world)
@@ -194,12 +190,10 @@ class Watchdog:
 
     def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
         """The steps of the checkpoints that any host has, or that were shipped. Collective."""
-        here = gather_objects(
-            self._world,
-            saved_steps(self._places.root, state.rollbacks, calm) if self._places.leads(self._world) else [],
-        )
-        shipped = shipped_steps(self._places, calm) if self._world.is_main else []
-        return sorted({*(step for steps in here for step in steps), *from_main(self._world, shipped)})
+        root, leads = self._places.root, self._places.leads(self._world)
+        here = on_each_rank(self._world, lambda: saved_steps(root, state.rollbacks, calm) if leads else [])
+        shipped = on_main(self._world, lambda: shipped_steps(self._places, calm))
+        return sorted({*(step for steps in here for step in steps), *shipped})
 
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
         assert verdict.onset is not None
@@ -207,22 +201,18 @@ class Watchdog:
         return Rollback(to_step, step, verdict.onset, verdict.kind, response.action, self._attempt)
 
     def _written(self, after: RunState, untold: str | None = None) -> None:
-        problem = None
-        if self._world.is_main:
-            try:
-                write_cure(self._plan.out, after, untold)
-            except OSError as error:
-                problem = str(error)
-        problem = from_main(self._world, problem)
-        if problem is not None and untold is not None:
-            log.warning(f"that the run needs a person cannot be written down: {problem}")
-        elif problem is not None:
+        try:
+            on_main(self._world, lambda: write_cure(self._plan.out, after, untold))
+        except RunError as problem:
+            if untold is not None:
+                log.warning(f"that the run needs a person cannot be written down: {problem}")
+                return
             path = self._plan.out / CURE
             raise agreed(
                 CannotSave(
                     f"the rollback cannot be written to {path}, so it is not made: {problem}; make room"
                 )
-            )
+            ) from None
 
     def _needs_person(self, state: RunState, verdict: Verdict, response: Response, step: int) -> NeedsPerson:
         """Write down where the next start goes on, and say all that is known. Collective."""

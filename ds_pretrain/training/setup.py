@@ -19,7 +19,7 @@ from ds_pretrain.checkpoint.rng import preserve_streams, seed_streams
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.config.deepspeed import uses_bf16
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, from_main, gather_objects, on_main, uses_gpu
+from ds_pretrain.core.distributed import World, from_main, gather_objects, on_each_rank, on_main, uses_gpu
 from ds_pretrain.core.errors import InputError, NeedsPerson, agreed
 from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
 from ds_pretrain.core.run_files import hold_run_directory
@@ -68,13 +68,9 @@ def require_shared_folder(folder: Path, world: World, patience_seconds: float = 
     Raises:
         InputError: a host has a folder of its own there; its checkpoints would be torn.
     """
-    word = folder / ".shared"
-    if world.is_main:
-        write_atomic(word, uuid.uuid4().hex)
-    expected, deadline = (
-        from_main(world, word.read_text() if world.is_main else ""),
-        monotonic() + patience_seconds,
-    )
+    word, token = folder / ".shared", uuid.uuid4().hex
+    on_main(world, lambda: write_atomic(word, token))
+    expected, deadline = from_main(world, token), monotonic() + patience_seconds
     while (sees := _reads(word, expected)) is False and monotonic() < deadline:
         sleep(0.2)  # a network file system may show a new file late
     blind = {node for node, sees in gather_objects(world, (platform.node(), sees)) if not sees}
@@ -99,18 +95,15 @@ def open_places(plan: Plan, world: World) -> Places:
         _require_own_folders(places, world)
     if plan.ship_to is None:
         return places
-    remote, problems = None, []
-    try:
-        if world.is_main:
-            remote = open_remote(plan.ship_to)  # proves it, once
-            record = read_record(plan.out)
-            _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
-        remote = remote or remote_at(plan.ship_to)
-    except InputError as error:
-        problems = list(error.problems)
-    if everyone := list(dict.fromkeys(p for found in gather_objects(world, problems) for p in found)):
-        raise agreed(InputError(everyone))
-    return replace(places, remote=remote)
+    place = plan.ship_to
+    on_main(world, lambda: _prove_place(plan, open_remote(place)))
+    on_each_rank(world, lambda: remote_at(place).place)
+    return replace(places, remote=remote_at(place))
+
+
+def _prove_place(plan: Plan, remote: Remote) -> None:
+    record = read_record(plan.out)
+    _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
 
 
 def label_place(places: Places, record: RunRecord) -> None:
@@ -131,6 +124,10 @@ def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
         found = json.loads(remote.label() or b"{}") or _newest_owner(remote)
     except (OSError, ValueError):
         return  # whoever reads a checkpoint there says what is wrong
+    if not isinstance(found, dict):
+        raise InputError(
+            f"checkpoint.ship_to = {remote.place} has a label that is none of ours; give another place"
+        )
     if found and (found.get("name") != name or run not in (None, found.get("run"))):
         raise InputError(
             f"checkpoint.ship_to = {remote.place} holds the checkpoints of another run "
