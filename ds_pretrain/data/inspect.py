@@ -31,11 +31,7 @@ class SourceReport:
 
 
 def check_source(
-    source: TokenSource,
-    seq_len: int,
-    vocab_size: int,
-    eos_id: int | None = None,
-    scan_tokens: int = SCAN_TOKENS,
+    source: TokenSource, seq_len: int, vocab_size: int, scan_tokens: int = SCAN_TOKENS
 ) -> list[str]:
     """Why a model of `vocab_size` embedding rows cannot train on `source` at `seq_len`; empty if it can.
 
@@ -50,26 +46,19 @@ def check_source(
             f"{file_of(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one sample of "
             f"{seq_len} + 1; shorten the sequence or prepare more text"
         )
-    if eos_id is not None and not 0 <= eos_id < vocab_size:
-        problems.append(
-            f"{source.prefix}: EOS id {eos_id} is outside the model's vocabulary of {vocab_size}; "
-            f"set vocab_size in the model config to at least {eos_id + 1}"
-        )
-    problems += _sidecar_problems(source, vocab_size, eos_id)
+    problems += _sidecar_problems(source, vocab_size)
     return problems + _range_problems(source, vocab_size, scan_tokens)
 
 
-def describe_source(
-    source: TokenSource, eos_id: int | None = None, scan_tokens: int = SCAN_TOKENS
-) -> SourceReport:
+def describe_source(source: TokenSource) -> SourceReport:
     """Count the separators of a source for the start-up report; warns when no document ends with one."""
-    eos = (source.sidecar or {}).get("eos_id") if eos_id is None else eos_id
+    eos = (source.sidecar or {}).get("eos_id")
     if eos is None:
         return SourceReport(
             None, (f"{source.prefix}: nothing says which id is EOS, so separators are not counted",)
         )
     found = scanned = 0
-    for _, block in _blocks(source, scan_tokens):
+    for _, block in _blocks(source, SCAN_TOKENS):
         found += int(np.count_nonzero(block == eos))
         scanned += block.size
     if found:
@@ -81,7 +70,7 @@ def describe_source(
     return SourceReport(0.0, (warning,))
 
 
-def _sidecar_problems(source: TokenSource, vocab_size: int, eos_id: int | None) -> list[str]:
+def _sidecar_problems(source: TokenSource, vocab_size: int) -> list[str]:
     sidecar, path = source.sidecar or {}, file_of(source.prefix, "json")
     problems = []
     if (vocabulary := sidecar.get("vocab_size", 0)) > vocab_size:
@@ -94,11 +83,6 @@ def _sidecar_problems(source: TokenSource, vocab_size: int, eos_id: int | None) 
         problems.append(
             f"{path}: the largest token id is {largest}, but the model's vocabulary is {vocab_size}; "
             f"set vocab_size in the model config to at least {largest + 1}"
-        )
-    if eos_id is not None and sidecar.get("eos_id", eos_id) != eos_id:
-        problems.append(
-            f"{path}: its documents end with id {sidecar['eos_id']}, but the run says EOS is {eos_id}; "
-            "they come from different tokenizers: make them agree"
         )
     return problems
 

@@ -138,13 +138,8 @@ def read_config(config: Mapping[str, Any]) -> Any | None:
     return _read(json.dumps(config)).config
 
 
-def check_model(
-    config_text: str, *, qk_norm: bool = False, vocab_size_needed: int | None = None, name: str = NAME
-) -> list[str]:
-    """All problems of a model config that show without a build; empty if none.
-
-    `vocab_size_needed` is one more than the largest token id of the data; `name` names the file in messages.
-    """
+def check_model(config_text: str, *, qk_norm: bool = False, name: str = NAME) -> list[str]:
+    """All problems of a model config that show without a build. `name` names the file in messages."""
     try:
         config = parse_model_config(config_text, name)
     except InputError as error:
@@ -157,7 +152,7 @@ def check_model(
     by_key = reading.by_key | _wrong_amounts(config)
     found = [
         *_division_problems(config, by_key.keys(), reading.config),
-        *_vocabulary_problems(config, vocab_size_needed),
+        *_vocabulary_problems(config),
     ]
     by_key.pop("vocab_size", None)  # told with what it has to be
     found = [*by_key.values(), *found, *_special_token_problems(config), *_expert_problems(reading.config)]
@@ -374,17 +369,12 @@ def _division_problems(config: Mapping[str, Any], wrong: Collection[str], parsed
         yield f'"num_key_value_heads" = {groups} does not divide "{heads_key}" = {sizes[heads_key]}'
 
 
-def _vocabulary_problems(config: Mapping[str, Any], needed: int | None) -> Iterator[str]:
+def _vocabulary_problems(config: Mapping[str, Any]) -> Iterator[str]:
     size = config.get("vocab_size")
     if not _is_size(size):
         yield (
             f'"vocab_size" is missing or not a positive whole number (found {shown(size)}); '
             "give the size of the tokenizer's vocabulary"
-        )
-    elif needed is not None and size < needed:
-        yield (
-            f'"vocab_size" = {size} is smaller than the tokenizer\'s vocabulary of {needed}; '
-            f'set "vocab_size" to at least {needed}'
         )
 
 
