@@ -32,8 +32,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 sys.path.insert(0, str(ROOT))
 
 # By name: they are test code, which is not type-checked.
-ranks_, tools, golden, scenario = (
-    importlib.import_module(f"tests.{name}") for name in ("ranks", "runs.chaos", "runs.golden", "scenario")
+ranks_, harness, tools, results, scenario = (
+    importlib.import_module(f"tests.{name}")
+    for name in ("ranks", "harness", "runs.chaos", "runs.results", "scenario")
 )
 
 INTERVAL, KILLS_A_RUN = 2, 12
@@ -76,7 +77,7 @@ def any_kill(choose: random.Random, ranks: int, converts: bool) -> Any:
     """A random rank at a random moment, or at a random write point of its first three saves."""
     rank, pause = choose.randrange(ranks), choose.choice((0.0, 0.02, 0.1))
     if choose.random() < 0.5:
-        return tools.Kill(rank, seconds=choose.uniform(0.0, 2.5), others_sleep=pause)
+        return harness.Kill(rank, seconds=choose.uniform(0.0, 2.5), others_sleep=pause)
     found = tools.write_points()
     modules = sorted(found.keys() - tools.SHIPPING_MODULES)
     points = [point for module in modules for point in sorted(found[module] - NEVER_PASSED)]
@@ -85,7 +86,7 @@ def any_kill(choose: random.Random, ranks: int, converts: bool) -> Any:
     else:
         point = choose.choice([point for point in points if not point.startswith("convert_")])
         passes = choose.randrange(8 if "*" in point else 2)
-    return tools.Kill(0 if "*" not in point else rank, point, passes=passes, others_sleep=pause)
+    return harness.Kill(0 if "*" not in point else rank, point, passes=passes, others_sleep=pause)
 
 
 def torture(
@@ -118,7 +119,7 @@ def attempt(run_file: Path, ranks: int, kill: Any, tally: Tally) -> list[Any] | 
     try:
         # Ranks that fail because another one was killed are no failure.
         ended: list[Any] = ranks_.run_ranks(
-            tools.run_killed, ranks, str(run_file), kill, OVERRIDES, allow_kill=kill is not None
+            harness.record_run, ranks, str(run_file), OVERRIDES, kill=kill, allow_kill=kill is not None
         )
     except ranks_.RankFailure as error:
         tally.add("lost", f"{ranks} ranks did not start again in {run_file.parent}: {error}")
@@ -131,9 +132,11 @@ def attempt(run_file: Path, ranks: int, kill: Any, tally: Tally) -> list[Any] | 
 
 def compare(run_file: Path, ended: list[Any], straight: tuple[Path, list[Any]], bitwise: bool) -> list[str]:
     """How a run differs from the one that was never killed."""
-    steps, expected = golden.trace(run_file.parent / "out"), golden.trace(straight[0].parent / "out")
+    steps, expected = results.trace(run_file.parent / "out"), results.trace(straight[0].parent / "out")
     if bitwise:
-        same = steps == expected and (not ended or [e[0] for e in ended] == [e[0] for e in straight[1]])
+        same = steps == expected and (
+            not ended or [e.digest for e in ended] == [e.digest for e in straight[1]]
+        )
         return [] if same else [f"{run_file.parent} does not end with the bits of {straight[0].parent}"]
     found = []
     if [s["batch_checksum"] for s in steps] != [s["batch_checksum"] for s in expected]:
@@ -148,7 +151,7 @@ def torture_all(folder: Path, kills: int, tally: Tally, tell: Callable[[str], No
     """Runs in turn until there were so many kills."""
     choose = random.Random(tally.seed)
     straight_file = make(folder / "straight", tally.steps)
-    straight = (straight_file, ranks_.run_ranks(tools.run_killed, 2, str(straight_file), None, OVERRIDES))
+    straight = (straight_file, ranks_.run_ranks(harness.record_run, 2, str(straight_file), OVERRIDES))
     number = 0
     while tally.kills < kills:
         number += 1

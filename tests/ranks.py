@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
@@ -67,8 +68,9 @@ def run_ranks(
     timeout_seconds: float = TIMEOUT_SECONDS,
     allow_kill: bool = False,
     backend: str = "gloo",
+    **options: Any,
 ) -> list[Any]:
-    """Call `function(world, *args)` on every rank; the results in rank order.
+    """Call `function(world, *args, **options)` on every rank; the results in rank order.
 
     With `allow_kill`, ranks that end by SIGKILL give `KILLED`; the others are then killed as well, as the
     loss of a host would. Otherwise a rank that raises, dies or outlives the timeout fails the test.
@@ -79,7 +81,7 @@ def run_ranks(
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(function, args, rank, num_ranks, folder, backend, sender),
+                args=(partial(function, **options), args, rank, num_ranks, folder, backend, sender),
                 daemon=True,
             )
             process.start()
@@ -99,13 +101,16 @@ def run_ranks_each(
     num_ranks: int,
     *calls: tuple[Any, ...],
     timeout_seconds: float = TIMEOUT_SECONDS,
+    **options: Any,
 ) -> list[list[Any]]:
-    """Call `function(world, *call)` for one call after another in one group of ranks; their results in order.
+    """Call `function(world, *call, **options)` for each call in turn in one group of ranks; their results.
 
     Starting ranks costs as much as a few steps of a small run, so what kills nobody and patches nothing for
     good may share a start.
     """
-    ranks = run_ranks(_call_each, num_ranks, function, calls, timeout_seconds=timeout_seconds)
+    ranks = run_ranks(
+        _call_each, num_ranks, partial(function, **options), calls, timeout_seconds=timeout_seconds
+    )
     return [list(results) for results in zip(*ranks, strict=True)]
 
 

@@ -99,23 +99,30 @@ def make_run(
     save_every: str = "3 steps",
     deepspeed: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
+    extra: str = "",
+    replace: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write everything a run needs into `folder`; the path of its run file."""
+    """Write everything a run needs into `folder`; the path of its run file.
+
+    The run file is `RUN` with some texts replaced by others, and with `extra` sections at its end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for seed, source in enumerate(("text", "code", "held_out")):
         if not (folder / f"{source}.idx").exists():
             write_corpus(folder / source, seed)
     (folder / "model.json").write_text(json.dumps(LLAMA if model is None else model))
     (folder / "deepspeed.json").write_text(json.dumps(deepspeed or deepspeed_json()))
-    run_file = folder / "run.toml"
-    run_file.write_text(
-        RUN.format(
-            name=name,
-            folder=folder,
-            steps=steps,
-            batch_tokens=batch_tokens,
-            micro_sequences=micro_sequences,
-            save_every=save_every,
-        )
+    text = RUN.format(
+        name=name,
+        folder=folder,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        micro_sequences=micro_sequences,
+        save_every=save_every,
     )
+    for old, new in (replace or {}).items():
+        assert old in text, f"the run file has no {old!r}"
+        text = text.replace(old, new)
+    run_file = folder / "run.toml"
+    run_file.write_text(text + extra)
     return run_file

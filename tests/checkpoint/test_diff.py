@@ -28,10 +28,10 @@ from ds_pretrain.checkpoint.shards import Source
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import checksum
+from tests import harness
 from tests.checkpoint.test_universal import SHAPES, STEP, write_checkpoint
+from tests.harness import record_run
 from tests.ranks import run_ranks
-from tests.runs import elastic
-from tests.runs.golden import run_rank
 from tests.scenario import deepspeed_json, make_run
 
 OPTIM, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -268,10 +268,10 @@ def test_other_ranks_stages_and_formats_of_the_same_state_are_bitwise_equal(tmp_
         deepspeed=deepspeed_json(3, zero_optimization={"stage": 3, "sub_group_size": 2_000}),
         **options,
     )
-    run_ranks(run_rank, 2, str(run_file))
+    run_ranks(record_run, 2, str(run_file))
     [two] = [path for path in published(tmp_path / "two/out/checkpoints") if path.name == step_name(3)]
     shutil.copytree(two, tmp_path / "three/out/checkpoints" / two.name)
-    run_ranks(elastic.restore_and_save, 3, str(other))
+    run_ranks(harness.restore_and_save, 3, str(other))
     three = tmp_path / "three/out/checkpoints" / two.name
 
     found = differences(two, three)
@@ -281,7 +281,7 @@ def test_other_ranks_stages_and_formats_of_the_same_state_are_bitwise_equal(tmp_
     assert found.streams == ("rank 2: random streams only in b",)
     assert found.state == {}
 
-    run_ranks(elastic.convert_here, 1, str(two))
+    run_ranks(harness.convert_here, 1, str(two))
     form = two.with_name(f"{two.name}.universal")
     found = differences(two, form)
     assert found.none
@@ -335,7 +335,7 @@ def test_nothing_is_unpickled_of_a_checkpoint_that_does_not_verify(tmp_path: Pat
 
 
 def test_a_damaged_universal_form_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_run_tool", elastic.tool_in_this_process)
+    monkeypatch.setattr(convert, "_run_tool", harness.tool_in_this_process)
     a = written(tmp_path / "a")
     form = convert.convert(a)
     assert differences(a, form).none

@@ -19,9 +19,9 @@ from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED
 from tests.checkpoint import test_restore as test_store
+from tests.harness import start
 from tests.ranks import run_ranks
 from tests.runs.chaos import look
-from tests.runs.starts import start
 from tests.scenario import make_run
 
 

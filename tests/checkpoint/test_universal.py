@@ -38,9 +38,9 @@ from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import checksum
 from ds_pretrain.core.state import RunState
 from ds_pretrain.engine import partitions
+from tests import harness
 from tests.checkpoint.test_restore import MANIFEST as SAVED
 from tests.ranks import KILLED, heard, run_ranks
-from tests.runs import elastic
 from tests.scenario import deepspeed_json
 
 STEP = 5
@@ -103,7 +103,7 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def call(folder: Path, result: Path, source: Any) -> None:
         calls.append(folder)
-        elastic.tool_in_this_process(folder, result, source)
+        harness.tool_in_this_process(folder, result, source)
 
     monkeypatch.setattr(reshard, "_run_tool", call)
     return calls
@@ -213,7 +213,7 @@ def _killed_at(world: World, folder: str, point: str) -> None:
         if name == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    reshard._run_tool = elastic.tool_in_this_process
+    reshard._run_tool = harness.tool_in_this_process
     reshard.write_point = kill
     reshard.convert(Path(folder))
 

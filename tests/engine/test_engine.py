@@ -18,8 +18,9 @@ from ds_pretrain.train import main
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, scale_sensitive, share, step_on, uneven_batch, whole_weights
+from tests.harness import record_run
 from tests.ranks import KILLED, run_ranks, run_ranks_each
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.scenario import deepspeed_json, make_run
 from tests.tiers import slow, slow_but
 
@@ -46,9 +47,9 @@ def test_p10_the_rates_in_the_live_groups_after_a_resume_are_the_uninterrupted_o
     small: dict[str, Any] = {"batch_tokens": 32, "save_every": "4 steps"}
     straight_file = _with_schedule(make_run(tmp_path / "straight", **small), schedule)
     cut_file = _with_schedule(make_run(tmp_path / "cut", **small), schedule)
-    [(_, straight, _)] = run_ranks(run_rank, 1, str(straight_file))
-    assert run_ranks(run_rank, 1, str(cut_file), 5, allow_kill=True) == [KILLED]
-    [(_, resumed, _)] = run_ranks(run_rank, 1, str(cut_file))
+    straight = run_ranks(record_run, 1, str(straight_file))[0].rates
+    assert run_ranks(record_run, 1, str(cut_file), kill_after=5, allow_kill=True) == [KILLED]
+    resumed = run_ranks(record_run, 1, str(cut_file))[0].rates
 
     asked = load_plan(straight_file).schedule
     assert straight == {step: [asked.rate(step - 1)] * 2 for step in range(1, 25)}
@@ -69,8 +70,8 @@ def test_p11_a_step_is_an_optimizer_step_whatever_the_accumulation_and_the_world
             )
             for accumulation in (1, 4)
         ]
-        for ranks in run_ranks_each(run_rank, num_ranks, *((str(run_file),) for run_file in run_files)):
-            seen += [rates for _, rates, _ in ranks]
+        for ranks in run_ranks_each(record_run, num_ranks, *((str(run_file),) for run_file in run_files)):
+            seen += [ended.rates for ended in ranks]
         for run_file in run_files:
             recorded = [record["learning_rate"] for record in trace(run_file.parent / "out")]
             assert recorded == [seen[0][step][0] for step in range(1, 9)]
@@ -254,7 +255,7 @@ def test_z_loss_off_in_every_spelling_is_bitwise_the_run_without_it(tmp_path: Pa
         run_file = make_run(tmp_path / str(len(run_files)), steps=4, save_every="100 steps")
         run_file.write_text(run_file.read_text().replace(on_line, line))
         run_files[line] = run_file
-    run_ranks_each(run_rank, 1, *((str(run_file),) for run_file in run_files.values()))
+    run_ranks_each(record_run, 1, *((str(run_file),) for run_file in run_files.values()))
     traces = {line: trace(run_file.parent / "out") for line, run_file in run_files.items()}
     on = traces.pop(on_line)
     assert len(traces[""]) == 4

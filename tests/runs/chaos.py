@@ -1,41 +1,17 @@
-"""Kills real runs at every named write point and at any moment, and looks at what is left on disk."""
+"""The write points that runs are killed at, and what is left on disk."""
 
 import ast
-import importlib
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from ds_pretrain import train
 from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint.manifest import PARTIAL, published, step_of
 from ds_pretrain.checkpoint.restore import broken_reason
-from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
-from tests.runs.elastic import tool_in_this_process
-from tests.runs.golden import run_rank
 
 PACKAGE = Path(convert.__file__).parents[1]
 # These pass their write points in a process of their own, which does not train.
 SHIPPING_MODULES = {"ds_pretrain.checkpoint.upload", "ds_pretrain.checkpoint.remote"}
-
-
-@dataclass(frozen=True)
-class Kill:
-    """SIGKILL of one rank: when it passes a write point, or so many seconds after its start."""
-
-    rank: int
-    point: str | None = None  # its name, or a pattern of it
-    passes: int = 0  # let it pass so often before
-    seconds: float | None = None
-    others_sleep: float = 0.03  # seconds that every other rank loses at each of its write points
-    step_sleeps: float = 0.0  # seconds that every step lasts longer
 
 
 def write_points() -> dict[str, set[str]]:
@@ -54,50 +30,6 @@ def _pattern(name: ast.expr) -> str:
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in name.values)
     assert isinstance(name, ast.Constant), "a write point is named by a literal, so that it can be listed"
     return str(name.value)
-
-
-def at_write_points(act: Callable[[str], None]) -> None:
-    """Call `act` with the name of every write point that this process passes from now on."""
-    for name in write_points():
-        vars(importlib.import_module(name))["write_point"] = act
-
-
-def die() -> None:
-    """As by a power cut: nothing runs any more."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # the signal arrives before this returns
-
-
-def arm(world: World, kill: Kill | None) -> None:
-    """Make this process die as `kill` says, or lose time if another rank does."""
-    vars(convert)["_run_tool"] = tool_in_this_process  # which is imported already: its own takes seconds
-    if kill is None:
-        return
-    if kill.step_sleeps:
-        take_step = train.take_step
-        vars(train)["take_step"] = lambda *args: (time.sleep(kill.step_sleeps), take_step(*args))[1]
-    if kill.rank != world.rank:
-        at_write_points(lambda name: time.sleep(kill.others_sleep))
-    elif kill.seconds is not None:
-        timer = threading.Timer(kill.seconds, die)
-        timer.daemon = True
-        timer.start()
-    else:
-        left = [kill.passes]
-
-        def passed(name: str) -> None:
-            if kill.point is not None and fnmatch(name, kill.point):
-                left[0] -= 1
-                if left[0] < 0:
-                    die()
-
-        at_write_points(passed)
-
-
-def run_killed(world: World, run_file: str, kill: Kill | None, overrides: tuple[str, ...] = ()) -> Any:
-    """Train like `golden.run_rank`, but for the kill."""
-    arm(world, kill)
-    return run_rank(world, run_file, None, overrides)
 
 
 @dataclass(frozen=True)

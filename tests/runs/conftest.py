@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness import record_run
 from tests.ranks import run_ranks
-from tests.runs.sick import POISON, make_sick_run, run_sick
+from tests.runs.sick import POISON, make_sick_run
 
 Trained = tuple[list[Any], Path]  # what each rank returned, and the run file
 
@@ -15,11 +16,11 @@ Trained = tuple[list[Any], Path]  # what each rank returned, and the run file
 def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The run that would be sick, without a fault."""
     run_file = make_sick_run(tmp_path_factory.mktemp("healthy"))
-    return run_ranks(run_sick, 2, str(run_file), None), run_file
+    return run_ranks(record_run, 2, str(run_file)), run_file
 
 
 @pytest.fixture(scope="session")
 def healed_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The run that met bad data, went back, replayed, skipped them and came to its end."""
     run_file = make_sick_run(tmp_path_factory.mktemp("healed"))
-    return run_ranks(run_sick, 2, str(run_file), POISON), run_file
+    return run_ranks(record_run, 2, str(run_file), faults=[POISON]), run_file

@@ -1,64 +1,37 @@
 """A run of every kind of change: a ramp, longer sequences with another theta, long documents, an anneal."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ds_pretrain.data.indexed import IndexedWriter
-from tests.scenario import LLAMA, deepspeed_json
+from tests.scenario import LLAMA, make_run
 
-RUN = """
-name = "curriculum"
-out = "{folder}/out"
-seed = 7
-deepspeed = "{folder}/deepspeed.json"
-[model]
-config = "{folder}/model.json"
-qk_norm = true
-z_loss = 1e-4
-[schedule]
-kind = "wsd"
-length = "18 steps"
-peak = 1e-2
-warmup = "2 steps"
-decay = "anneal"
-[batch]
-tokens = "2K"
-micro_sequences = 2
-ramp = {{ "0" = "1K", "4K tokens" = "2K" }}
-rate_rule = "sqrt"
-[sources]
-web = "{folder}/web"
-books = {{ path = "{folder}/books", min_document_tokens = 600 }}
-math = "{folder}/math"
-[[phases]]
-name = "main"
-seq_len = 256
-mixture = {{ web = 0.8, math = 0.2 }}
+# What it has besides what every small run has.
+REPLACE = {
+    'decay = "25%"': 'decay = "anneal"',
+    "tokens = 2048\n": 'tokens = "2K"\nramp = { "0" = "1K", "4K tokens" = "2K" }\nrate_rule = "sqrt"\n',
+    "text = 0.7, code = 0.3": "web = 0.8, math = 0.2",
+    "seq_len = 16": "seq_len = 256",
+    'every = "4 steps"\ntokens = 160': 'every = "6 steps"\ntokens = 2048',
+    "keep = 20": "keep = 3",
+}
+PHASES = """
 [[phases]]
 name = "long"
 start = "8 steps"
 seq_len = 1024
 micro_sequences = 1
 recompute = true
-mixture = {{ web = 0.4, books = 0.6 }}
-rope = {{ theta = 8e4 }}
+mixture = { web = 0.4, books = 0.6 }
+rope = { theta = 8e4 }
 [[phases]]
 name = "anneal"
 start = "13 steps"
 seq_len = 1024
 micro_sequences = 1
-mixture = {{ web = 0.4, books = 0.2, math = 0.4 }}
-[validation]
-every = "6 steps"
-tokens = 2048
-sources = {{ held_out = "{folder}/held_out" }}
-[checkpoint]
-every = "1 steps"
-keep = 3
-[monitor]
-every = 1
+mixture = { web = 0.4, books = 0.2, math = 0.4 }
 """
 RAMP, LONG, ANNEAL, LAST = 4, 8, 13, 18  # steps at which something changes
 
@@ -75,8 +48,9 @@ def make_curriculum(folder: Path, dropout: float = 0.0) -> Path:
         writer.add([np.append(random.integers(32, 127, length), 256) for length in lengths])
         writer.finish({"eos_id": 256})
     model = {**LLAMA, "max_position_embeddings": 256, "attention_dropout": dropout}
-    (folder / "model.json").write_text(json.dumps(model))
-    (folder / "deepspeed.json").write_text(json.dumps(deepspeed_json()))
-    run_file = folder / "run.toml"
-    run_file.write_text(RUN.format(folder=folder))
-    return run_file
+    sources = {
+        f'text = "{folder}/text"': f'web = "{folder}/web"\nmath = "{folder}/math"',
+        f'code = "{folder}/code"': f'books = {{ path = "{folder}/books", min_document_tokens = 600 }}',
+    }
+    options: dict[str, Any] = {"model": model, "extra": PHASES, "replace": {**REPLACE, **sources}}
+    return make_run(folder, steps=LAST, batch_tokens=2048, save_every="1 steps", **options)

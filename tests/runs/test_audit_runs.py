@@ -7,9 +7,10 @@ import pytest
 
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.jsonl import read_metrics
+from tests.harness import Fault, record_run
 from tests.ranks import run_ranks
 from tests.runs.conftest import Trained
-from tests.runs.sick import BATCH, Fault, make_sick_run, run_sick
+from tests.runs.sick import BATCH, make_sick_run
 
 
 def _audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -26,7 +27,7 @@ def test_p55_what_a_healed_run_never_trained_is_exactly_what_its_ranks_never_rea
     healed_run: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks, run_file = healed_run
-    assert [code for code, _, _ in ranks] == [0, 0]
+    assert [ended.code for ended in ranks] == [0, 0]
     out = run_file.parent / "out"
     code, said = _audit(capsys, run_file, "--all")
     assert code == 0, said
@@ -36,7 +37,7 @@ def test_p55_what_a_healed_run_never_trained_is_exactly_what_its_ranks_never_rea
     code, said = _audit(capsys, out, "--skipped")
     rows = [line.split("\t") for line in said.splitlines()[1:]]
     skipped = {(source, int(epoch), int(sample)) for _, _, _, source, epoch, sample in rows}
-    read_last: dict[int, list[Any]] = ranks[0][2][2]  # of each step, as it was read the last time
+    read_last: dict[int, list[Any]] = ranks[0].samples  # of each step, as it was read the last time
     trained = {tuple(sample) for step in range(40) for sample in read_last[step]}
     assert len(trained) == 40 * BATCH
     assert not skipped & trained
@@ -54,8 +55,8 @@ def test_an_update_that_was_dropped_is_counted_as_read_and_not_learned_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = make_sick_run(tmp_path, steps=8)
-    ranks = run_ranks(run_sick, 2, str(run_file), Fault("nan", 5))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("gradient", 5, rank=1)])
+    assert [ended.code for ended in ranks] == [0, 0]
     code, said = _audit(capsys, run_file)
     assert code == 0, said
     assert "dropped    step 5: 8 samples read and not learned from" in said

@@ -24,9 +24,9 @@ from ds_pretrain.models.param_groups import owned_parameters
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_run_engine
+from tests.harness import Record, start
 from tests.ranks import run_ranks
-from tests.runs.golden import trace
-from tests.runs.starts import Ended, start
+from tests.runs.results import trace
 from tests.scenario import deepspeed_json, make_run, write_corpus
 from tests.tiers import slow
 
@@ -260,7 +260,7 @@ def test_a_tensor_that_cannot_be_read_ends_every_rank_alike(tmp_path: Path) -> N
     assert "model.norm.weight cannot be read (a sector is gone); look at that disk" in ranks[0].stderr
 
 
-def _start_on_a_sick_disk(world: World, run_file: str) -> Ended:
+def _start_on_a_sick_disk(world: World, run_file: str) -> Record:
     import safetensors
 
     opened: Any = safetensors.safe_open

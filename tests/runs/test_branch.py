@@ -13,9 +13,9 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED
+from tests.harness import record_run, start
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import run_rank, trace, validations
-from tests.runs.starts import start
+from tests.runs.results import trace, validations
 from tests.scenario import LLAMA, make_run, write_corpus
 from tests.tiers import slow
 
@@ -53,7 +53,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = run_file.read_text().replace(f'text = "{folder}/text"', _chunked(folder, "text"))
     run_file.write_text(text.replace(f'code = "{folder}/code"', _chunked(folder, "code")))
     write_corpus(folder / "math", seed=11)
-    run_ranks(run_rank, 2, str(run_file))
+    run_ranks(record_run, 2, str(run_file))
     return folder
 
 
@@ -63,13 +63,13 @@ def _chunked(folder: Path, name: str) -> str:
 
 def _same_from(step: int, branched: Any, straight: Any, out: Path, straight_out: Path) -> None:
     """Weights, moments, rates, samples and everything recorded of the steps after `step`."""
-    assert [digest for digest, _, _ in branched] == [digest for digest, _, _ in straight]
+    assert [ended.digest for ended in branched] == [ended.digest for ended in straight]
     assert trace(out) == trace(straight_out)[step:]
     assert validations(out).items() <= validations(straight_out).items()
-    for (_, rates, samples), (_, all_rates, all_samples) in zip(branched, straight, strict=True):
-        assert rates.items() <= all_rates.items()
-        assert samples.items() <= all_samples.items()
-        assert min(rates) == step + 1
+    for ours, theirs in zip(branched, straight, strict=True):
+        assert ours.rates.items() <= theirs.rates.items()
+        assert ours.samples.items() <= theirs.samples.items()
+        assert min(ours.rates) == step + 1
 
 
 def _branched(parent: Path, run_file: Path, step: int, overrides: tuple[str, ...] = ()) -> None:
@@ -86,8 +86,8 @@ def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_f
     _branched(parent, cooldown, step)
     _same_from(
         step,
-        run_ranks(run_rank, 2, str(cooldown)),
-        run_ranks(run_rank, 2, str(straight)),
+        run_ranks(record_run, 2, str(cooldown)),
+        run_ranks(record_run, 2, str(straight)),
         parent / f"cooldown{step}",
         parent / f"straight{step}",
     )
@@ -106,7 +106,7 @@ def test_p13_the_first_step_of_a_branch_has_the_new_schedules_rate_in_every_grou
     accepting = ('accept_changes=["schedule"]', "schedule.peak=4e-3", "schedule.shape=linear")
     run_file = write_run(parent, "cooler", **schedule)
     _branched(parent, run_file, 8, accepting)
-    [(_, rates, _), _] = run_ranks(run_rank, 2, str(run_file), None, accepting)
+    rates = run_ranks(record_run, 2, str(run_file), accepting)[0].rates
     schedule_ahead = load_plan(run_file, accepting).schedule
     assert rates == {step: [schedule_ahead.rate(step - 1)] * len(rates[9]) for step in (9, 10)}
     assert rates[9] == [pytest.approx(2e-3)] * len(rates[9])
@@ -124,8 +124,8 @@ def test_a_branch_into_longer_sequences_and_another_source_is_the_run_that_had_t
     _branched(parent, files[0], 8)
     _same_from(
         8,
-        run_ranks(run_rank, 2, str(files[0])),
-        run_ranks(run_rank, 2, str(files[1])),
+        run_ranks(record_run, 2, str(files[0])),
+        run_ranks(record_run, 2, str(files[1])),
         parent / "longer",
         parent / "longer_straight",
     )

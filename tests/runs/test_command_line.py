@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.core.run_files import read_exit, read_ranks
+from tests.harness import record_run
 from tests.ranks import free_port, run_ranks
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.scenario import make_run
 
 COMMAND = [sys.executable, "-m", "ds_pretrain"]
@@ -56,8 +57,8 @@ def test_sigkill_of_a_rank_and_sigterm_of_the_command_cost_nothing(tmp_path: Pat
     assert read_exit(out) == 75
 
     assert not [r for r in read_ranks(out) if Path(f"/proc/{r.pid}").exists()]
-    run_ranks(run_rank, 2, str(run_file))
-    run_ranks(run_rank, 2, str(run_file), None, (f"out={tmp_path}/straight",))
+    run_ranks(record_run, 2, str(run_file))
+    run_ranks(record_run, 2, str(run_file), (f"out={tmp_path}/straight",))
     assert trace(out) == trace(tmp_path / "straight")
     assert len(trace(out)) == 30
 

@@ -17,9 +17,9 @@ from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, RunError
+from tests.harness import record_run, start
 from tests.ranks import heard, run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.starts import start
+from tests.runs.results import trace
 from tests.scenario import make_run
 from tests.tiers import slow, slow_but
 
@@ -123,7 +123,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     run_file = make_run(
         tmp_path_factory.mktemp("trained"), steps=6, batch_tokens=32, micro_sequences=1, save_every="1 steps"
     )
-    results = run_ranks(run_rank, 2, str(run_file), None, ("checkpoint.keep=4",))
+    results = run_ranks(record_run, 2, str(run_file), ("checkpoint.keep=4",))
     root = run_file.parent / "out" / "checkpoints"
     for step in (5, 6):
         shutil.rmtree(root / f"step_{step:09d}")
@@ -269,11 +269,11 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
     )
     kinds: Any = {"latest": LATEST, "manifest.json": {k: v[0] for k, v in MANIFEST_DAMAGE.items()}}
     kinds.get(name, {k: v[0] for k, v in DAMAGE.items()})[kind](path)
-    finished = run_ranks(run_rank, 2, str(run_file), None, (f"out={out}", "checkpoint.keep=4"))
-    assert [digest for digest, _, _ in finished] == [digest for digest, _, _ in straight]
+    finished = run_ranks(record_run, 2, str(run_file), (f"out={out}", "checkpoint.keep=4"))
+    assert [ended.digest for ended in finished] == [ended.digest for ended in straight]
     assert trace(out) == trace(run_file.parent / "out")
     first = 5 if name == "latest" else 4
-    assert min(finished[0][1]) == first  # the first step after the checkpoint that was used
+    assert min(finished[0].rates) == first  # the first step after the checkpoint that was used
 
 
 def test_when_every_checkpoint_is_broken_nothing_starts_and_every_reason_is_said(

@@ -19,8 +19,8 @@ from ds_pretrain.training.setup import open_run_engine
 from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_manifest import MANIFEST
 from tests.engine.small import step_on, uneven_batch
+from tests.harness import start
 from tests.ranks import run_ranks
-from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 

@@ -12,11 +12,12 @@ from ds_pretrain.commands.sample import trained_model
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.training.curriculum import model_text
 from ds_pretrain.watchdog.rollback_log import read_cure
+from tests.harness import record_run
 from tests.models.rope_reference import check_rope
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
-from tests.runs.golden import resumed_at, run_rank, run_until, trace, validations
-from tests.runs.sick import Fault, make_sick_run, run_sick
+from tests.runs.results import resumed_at, trace, validations
+from tests.runs.sick import POISON, WATCHDOG, make_sick_run
 from tests.tiers import slow
 
 # Killed within each segment, where the start after it goes on from what was last saved before; and stopped on
@@ -32,7 +33,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def train(world_size: int) -> Any:
         folder = tmp_path_factory.mktemp("straight")
-        return folder, run_ranks(run_rank, world_size, str(make_curriculum(folder)))
+        return folder, run_ranks(record_run, world_size, str(make_curriculum(folder)))
 
     return train
 
@@ -46,22 +47,22 @@ def test_ended_in_each_segment_and_on_each_boundary_it_is_bitwise_the_run_that_w
     read: dict[int, Any] = {}
     for step in sorted((*KILLED_AFTER, *BOUNDARIES)):
         if step in BOUNDARIES:
-            run_ranks(run_until, world_size, str(run_file), step)
+            run_ranks(record_run, world_size, str(run_file), stop_after=step)
         else:
-            assert run_ranks(run_rank, world_size, str(run_file), step, allow_kill=True) == (
+            assert run_ranks(record_run, world_size, str(run_file), kill_after=step, allow_kill=True) == (
                 [KILLED] * world_size
             )
-    ended = run_ranks(run_rank, world_size, str(run_file))
+    ended = run_ranks(record_run, world_size, str(run_file))
     starts = resumed_at(tmp_path / "out")
     assert set(BOUNDARIES) <= set(starts)
     assert all(any(low <= step < low + 5 for step in starts) for low in (RAMP, LONG, ANNEAL))
-    assert [digest for digest, _, _ in ended] == [digest for digest, _, _ in whole]
+    assert [rank.digest for rank in ended] == [rank.digest for rank in whole]
     assert trace(tmp_path / "out") == trace(folder / "out")
     assert validations(tmp_path / "out") == validations(folder / "out")
-    for _, rates, samples in ended:
-        read |= samples
-        assert rates.items() <= whole[0][1].items()
-    assert read.items() <= whole[0][2].items()
+    for rank in ended:
+        read |= rank.samples
+        assert rank.rates.items() <= whole[0].rates.items()
+    assert read.items() <= whole[0].samples.items()
 
 
 @pytest.mark.slow
@@ -73,11 +74,11 @@ def test_on_one_rank_and_on_others_in_turn_it_reads_the_same_samples_at_the_same
     samples: dict[int, Any] = {}
     rates: dict[int, Any] = {}
     for world_size, until in ((1, RAMP), (2, LONG), (1, LONG + 2), (2, ANNEAL), (1, None)):
-        for _, own_rates, own_samples in run_ranks(run_until, world_size, str(run_file), until):
-            samples, rates = samples | own_samples, rates | own_rates
+        for rank in run_ranks(record_run, world_size, str(run_file), stop_after=until):
+            samples, rates = samples | rank.samples, rates | rank.rates
     assert resumed_at(tmp_path / "out") == [RAMP, LONG, LONG + 2, ANNEAL]
-    assert samples == whole[0][2]
-    assert rates == whole[0][1]
+    assert samples == whole[0].samples
+    assert rates == whole[0].rates
     there, here = trace(folder / "out"), trace(tmp_path / "out")
     assert [record["step"] for record in here] == list(range(1, LAST + 1))
     for key in ("batch_checksum", "learning_rate", "tokens", "samples", "phase", "num_valid_tokens"):
@@ -120,10 +121,9 @@ def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
         run_file = make_curriculum(tmp_path / name)
         run_file.write_text(run_file.read_text().replace("qk_norm", "mask_documents = true\nqk_norm"))
         for step in stops:
-            run_ranks(run_until, 2, str(run_file), step)
-        runs.append(
-            ([d for d, _, _ in run_ranks(run_rank, 2, str(run_file))], trace(tmp_path / name / "out"))
-        )
+            run_ranks(record_run, 2, str(run_file), stop_after=step)
+        digests = [rank.digest for rank in run_ranks(record_run, 2, str(run_file))]
+        runs.append((digests, trace(tmp_path / name / "out")))
     assert resumed_at(tmp_path / "cut" / "out") == [LONG, LONG + 2]
     assert runs[0] == runs[1]
     records = runs[0][1]
@@ -131,14 +131,13 @@ def test_documents_kept_apart_survive_a_new_start_too(tmp_path: Path) -> None:
 
 
 def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind_it(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path, micro_sequences=2)
     second = (
         '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
     )
-    run_file.write_text(run_file.read_text().replace("[validation]", f"{second}[validation]"))
-    poison = Fault("data", 20 * 8, 24 * 8)  # what the last four steps of the first phase read
-    ranks = run_ranks(run_sick, 2, str(run_file), poison)
-    assert [code for code, _, _ in ranks] == [0, 0]
+    run_file = make_sick_run(tmp_path, WATCHDOG + second, micro_sequences=2)
+    # What is poisoned is what the last four steps of the first phase read.
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[POISON])
+    assert [rank.code for rank in ranks] == [0, 0]
     [skip] = read_cure(tmp_path / "out").ledger.skips
     assert (skip.phase, skip.stop) == ("main", 24 * 8)
     assert [record["phase"] for record in trace(tmp_path / "out")] == ["main"] * 24 + ["long"] * 16

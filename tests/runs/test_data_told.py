@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_pretrain.core.jsonl import read_metrics
+from tests.harness import start
 from tests.ranks import run_ranks
-from tests.runs.starts import start
 from tests.scenario import make_run
 
 LONG = '[[phases]]\nname = "long"\nstart = "5 steps"\nseq_len = 32\nmixture = { text = 1.0 }\n[validation]'

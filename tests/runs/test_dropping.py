@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import train as train_module
-from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.engine.engine import ZeroEngine
+from tests.harness import Fault, record_run
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.runs.sick import WATCHDOG, make_sick_run
 from tests.tiers import slow
 
@@ -20,20 +18,9 @@ WILD_STEP = 22
 WILD = 1e4
 
 
-def _run(world: World, run_file: str, factor: float, kill_after: int | None = None) -> Any:
-    """Train; at one step one rank's gradients are multiplied."""
-    take_step = train_module.take_step
-
-    def stepped(engine: Any, batch: Any, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as once:
-            if batch.ids.step + 1 == WILD_STEP and world.rank == 1:
-                backward = ZeroEngine.backward
-                once.setattr(ZeroEngine, "backward", lambda self, loss: backward(self, loss * factor))
-            return take_step(engine, batch, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "take_step", stepped)
-        return run_rank(world, run_file, kill_after)
+def _wild(factor: float = WILD) -> list[Fault]:
+    """One rank's gradients are multiplied."""
+    return [Fault("gradient", WILD_STEP, rank=1, value=factor)]
 
 
 def _learned(out: Path) -> list[Any]:
@@ -48,16 +35,17 @@ def test_a_wild_update_is_dropped_as_if_it_were_no_number_also_across_a_kill(
     ends = {}
     for name, factor in (("wild", WILD), ("nan", math.nan)):
         run_file = make_sick_run(tmp_path / name, DROPPING)
-        ends[name] = run_ranks(_run, 2, str(run_file), factor)
+        ends[name] = run_ranks(record_run, 2, str(run_file), faults=_wild(factor))
     if killed:
         run_file = make_sick_run(tmp_path / "cut", DROPPING)
-        assert run_ranks(_run, 2, str(run_file), WILD, WILD_STEP + 3, allow_kill=True) == [KILLED, KILLED]
-        ends["cut"] = run_ranks(_run, 2, str(run_file), WILD)
+        options: dict[str, Any] = {"kill_after": WILD_STEP + 3, "allow_kill": True}
+        assert run_ranks(record_run, 2, str(run_file), faults=_wild(), **options) == [KILLED] * 2
+        ends["cut"] = run_ranks(record_run, 2, str(run_file), faults=_wild())
 
     outs = {name: tmp_path / name / "out" for name in ends}
     for name in ends:
         assert _learned(outs[name]) == _learned(outs["wild"])
-        assert [end[0] for end in ends[name]] == [end[0] for end in ends["wild"]]
+        assert [(end.code, end.digest) for end in ends[name]] == [(0, end.digest) for end in ends["wild"]]
     steps = {record["step"]: record for record in trace(outs["wild"])}
     assert [step for step, record in steps.items() if not record["update_applied"]] == [WILD_STEP]
     assert 100 < steps[WILD_STEP]["grad_norm"] < math.inf
@@ -77,5 +65,5 @@ def test_a_run_without_drop_sigmas_or_that_only_observes_applies_it(tmp_path: Pa
     for name, watchdog in (("off", WATCHDOG), ("observe", DROPPING + 'mode = "observe"\n')):
         run_file = make_sick_run(tmp_path / name, watchdog)
         run_file.write_text(run_file.read_text().replace('length = "40 steps"', 'length = "23 steps"'))
-        run_ranks(_run, 2, str(run_file), WILD)
+        run_ranks(record_run, 2, str(run_file), faults=_wild())
         assert all(record["update_applied"] for record in trace(tmp_path / name / "out"))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,23 @@ from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.training import setup as opening
-from tests.ranks import heard, run_ranks, run_ranks_each
-from tests.runs.elastic import (
-    Outcome,
+from tests.harness import (
+    Fault,
+    Record,
     convert_here,
-    losses,
+    record_run,
     restore_and_save,
-    run_elastic,
     same,
     snapshot,
     streams_digest,
 )
+from tests.ranks import heard, run_ranks, run_ranks_each
+from tests.runs.results import losses
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
 STEP, STEPS = 3, 6
+train = partial(record_run, snapshots=True)
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # whose masks depend on which rank a sequence falls to
 # Sub-groups of at most 2,000 elements: several in each parameter group, of sizes that no world divides.
 SMALL_SUB_GROUPS = deepspeed_json(3, zero_optimization={"stage": 3, "sub_group_size": 2_000})
@@ -59,8 +62,8 @@ def _continued(run_file: Path, folder: Path, **more: Any) -> Path:
 class Pairs:
     """Straight runs by world, and what each other world made of their checkpoint."""
 
-    straight: dict[int, list[Outcome]]
-    continued: dict[tuple[int, int], list[Outcome]]  # (saved on, went on) -> each rank's
+    straight: dict[int, list[Record]]
+    continued: dict[tuple[int, int], list[Record]]  # (saved on, went on) -> each rank's
     losses: dict[int | tuple[int, int], dict[int, float]]
 
 
@@ -71,7 +74,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     straight, continued, found = {}, {}, {}
     files = {world: _make(folder / f"{world}", deepspeed=SMALL_SUB_GROUPS) for world in worlds}
     for world, run_file in files.items():
-        straight[world] = run_ranks(run_elastic, world, str(run_file))
+        straight[world] = run_ranks(train, world, str(run_file))
         found[world] = losses(run_file)
     saved = [file.parent / "out" / "checkpoints" / f"step_{STEP:09d}" for file in files.values()]
     run_ranks_each(convert_here, 1, *((str(checkpoint),) for checkpoint in saved))
@@ -81,7 +84,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             _continued(files[before], folder / f"{before}-{after}", deepspeed=SMALL_SUB_GROUPS)
             for before in sources
         ]
-        ended = run_ranks_each(run_elastic, after, *((str(run),) for run in runs))
+        ended = run_ranks_each(train, after, *((str(run),) for run in runs))
         for before, run, ranks in zip(sources, runs, ended, strict=True):
             continued[before, after] = ranks
             found[before, after] = losses(run)
@@ -155,7 +158,7 @@ def test_p04_ranks_that_were_there_keep_their_streams_and_new_ones_get_derived_o
         said = (
             f"random streams of ranks {new}, which step_000000003.universal does not have, are derived from "
         )
-        assert (said + "(seed 7, step 3, rank)" in outcomes[0].told) == (after > before)
+        assert (said + "(seed 7, step 3, rank)" in outcomes[0].stderr) == (after > before)
 
 
 def test_p15_the_log_says_what_differs_and_that_the_form_beside_the_checkpoint_is_used(pairs: Pairs) -> None:
@@ -163,21 +166,21 @@ def test_p15_the_log_says_what_differs_and_that_the_form_beside_the_checkpoint_i
         said = (
             f"step_000000003 was saved otherwise (ranks {before} -> {after}): using step_000000003.universal"
         )
-        assert said in outcomes[0].told
+        assert said in outcomes[0].stderr
 
 
 @pytest.mark.slow
 def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 8, "save_every": "100 steps"}
     straight_file, cut_file = _make(tmp_path / "straight", **options), _make(tmp_path / "cut", **options)
-    straight = run_ranks(run_elastic, 2, str(straight_file))
+    straight = run_ranks(train, 2, str(straight_file))
     samples: dict[int, Any] = {}
     for world, last in ((2, 2), (3, 4), (1, 6), (2, None)):
-        outcomes = run_ranks(run_elastic, world, str(cut_file), last, (), None, None, True)
+        outcomes = run_ranks(train, world, str(cut_file), stop_after=last, real_tool=True)
         assert samples.keys().isdisjoint(outcomes[0].samples)
         samples |= outcomes[0].samples
         if world == 3:
-            assert "converting it, once (there is no universal form yet)" in outcomes[0].told
+            assert "converting it, once (there is no universal form yet)" in outcomes[0].stderr
     assert samples == straight[0].samples
     assert set(samples) == set(range(8))  # it ran to the last step that was asked for
     expected = losses(straight_file)
@@ -187,14 +190,14 @@ def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: 
 @pytest.mark.slow
 def test_p16_the_round_trip_over_three_and_one_ranks_is_bitwise(tmp_path: Path) -> None:
     run_file = _make(tmp_path, deepspeed=SMALL_SUB_GROUPS)
-    saved = run_ranks(run_elastic, 2, str(run_file), STEP)[0].saved[STEP]
+    saved = run_ranks(train, 2, str(run_file), stop_after=STEP)[0].saved[STEP]
     for world in (3, 1, 2):
         restored = run_ranks(restore_and_save, world, str(run_file))[0]
         assert same(restored.tensors, saved.tensors)
         assert restored.options == saved.options
-    run_ranks(run_elastic, 2, str(run_file))
+    run_ranks(train, 2, str(run_file))
     uncut = _make(tmp_path / "uncut", deepspeed=SMALL_SUB_GROUPS)
-    run_ranks(run_elastic, 2, str(uncut))
+    run_ranks(train, 2, str(uncut))
     after = {step: loss for step, loss in losses(uncut).items() if step > STEP}
     assert {step: loss for step, loss in losses(run_file).items() if step > STEP} == after  # to the last bit
 
@@ -207,10 +210,10 @@ def test_the_zero_stage_and_the_micro_batch_may_change_with_the_ranks(
     tmp_path: Path, before: int, after: int, bf16: bool, num_before: int, num_after: int
 ) -> None:
     run_file = _make(tmp_path, deepspeed=deepspeed_json(before, bf16))
-    first = run_ranks(run_elastic, num_before, str(run_file), STEP)
+    first = run_ranks(train, num_before, str(run_file), stop_after=STEP)
     (tmp_path / "deepspeed.json").write_text(json.dumps(deepspeed_json(after, bf16)))
-    second = run_ranks(run_elastic, num_after, str(run_file), None, ("batch.micro_sequences=2",))
-    assert f"zero_optimization.stage {before} -> {after}" in second[0].told
+    second = run_ranks(train, num_after, str(run_file), ("batch.micro_sequences=2",))
+    assert f"zero_optimization.stage {before} -> {after}" in second[0].stderr
     for outcome in second:
         assert outcome.restored is not None
         assert same(outcome.restored.tensors, first[0].saved[STEP].tensors)
@@ -223,10 +226,11 @@ def test_offload_may_change_and_p18_a_step_at_rate_zero_leaves_what_was_loaded(t
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     offload = deepspeed_json(3, True, zero_optimization=zero, zero_force_ds_cpu_optimizer=False)
     run_file = _make(tmp_path, deepspeed=deepspeed_json(3, True))
-    first = run_ranks(run_elastic, 2, str(run_file), STEP)
+    first = run_ranks(train, 2, str(run_file), stop_after=STEP)
     (tmp_path / "deepspeed.json").write_text(json.dumps(offload))
-    second = run_ranks(run_elastic, 1, str(run_file), STEP + 1, (), None, 0.0)
-    assert "zero_optimization.offload_optimizer.device none -> cpu" in second[0].told
+    rate_zero = [Fault("rate", 1, STEPS, value=0.0, again=True)]
+    second = run_ranks(train, 1, str(run_file), stop_after=STEP + 1, faults=rate_zero)
+    assert "zero_optimization.offload_optimizer.device none -> cpu" in second[0].stderr
     saved, after = first[0].saved[STEP].tensors, second[0].finished.tensors
     for name in saved:
         for kind in ("fp32", "weight"):
@@ -259,12 +263,12 @@ def test_p16_tied_weights_frozen_parameters_and_buffers_come_back(
     tied = {**NO_DROPOUT, "tie_word_embeddings": True}
     before = 2 if after != 2 else 3
     run_file = _make(tmp_path, model=tied, deepspeed=deepspeed_json(stage, bf16))
-    first = run_ranks(run_elastic, before, str(run_file), STEP, (), freeze_and_mark)[0].saved[STEP]
+    first = run_ranks(train, before, str(run_file), stop_after=STEP, alter=freeze_and_mark)[0].saved[STEP]
     assert set(first.module) == {
         *("counts", "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight")
     }
     assert "lm_head.weight" not in first.tensors
-    for outcome in run_ranks(run_elastic, after, str(run_file), None, (), freeze):
+    for outcome in run_ranks(train, after, str(run_file), alter=freeze):
         assert outcome.restored is not None
         assert same(outcome.restored.tensors, first.tensors)
         for name, value in first.module.items():
@@ -287,7 +291,7 @@ def test_a_universal_checkpoint_that_deepspeeds_own_tool_wrote_goes_on_if_what_i
     tmp_path: Path, stage: int
 ) -> None:
     run_file = _make(tmp_path, deepspeed=deepspeed_json(stage))
-    saved = run_ranks(run_elastic, 2, str(run_file), STEP)[0].saved[STEP]
+    saved = run_ranks(train, 2, str(run_file), stop_after=STEP)[0].saved[STEP]
     folder, result = tmp_path / f"out/checkpoints/step_{STEP:09d}", tmp_path / "foreign"
     subprocess.run(
         [

@@ -15,10 +15,10 @@ from ds_pretrain.core.errors import EXIT_FINISHED
 from ds_pretrain.core.files import free_bytes
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.training.saver import Saver
+from tests.harness import Record, at_write_points, start
 from tests.ranks import run_ranks
-from tests.runs.chaos import at_write_points, look
-from tests.runs.golden import trace
-from tests.runs.starts import Ended, start
+from tests.runs.chaos import look
+from tests.runs.results import trace
 from tests.scenario import deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -50,7 +50,7 @@ def fill(disk: Path, leave_bytes: int) -> None:
         file.write(bytes(max(0, free_bytes(disk) - leave_bytes)))
 
 
-def _start_on_a_small_disk(world: World, run_file: str, disk: str, rank: int, overrides: list[str]) -> Ended:
+def _start_on_a_small_disk(world: World, run_file: str, disk: str, rank: int, overrides: list[str]) -> Record:
     """It fills while step 4 is written, is full when step 6 is due, and has room again before step 8."""
     place, saves = Path(disk), list[int]()
     save = Saver.save

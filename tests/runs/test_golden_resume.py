@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness import record_run
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import run_rank, trace, validations
+from tests.runs.results import trace, validations
 from tests.scenario import deepspeed_json, make_run
 from tests.tiers import slow_but
 
@@ -42,25 +43,22 @@ def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
         "save_every": "2 steps",
     }
     straight_file = make_run(tmp_path / "straight", **options)
-    straight = run_ranks(run_rank, num_ranks, str(straight_file))
+    straight = run_ranks(record_run, num_ranks, str(straight_file))
 
     cut_file = make_run(tmp_path / "cut", **options)
-    rates: dict[int, Any] = {}
     for kill_after in KILLS:
-        killed = run_ranks(run_rank, num_ranks, str(cut_file), kill_after, allow_kill=True)
+        killed = run_ranks(record_run, num_ranks, str(cut_file), kill_after=kill_after, allow_kill=True)
         assert killed == [KILLED] * num_ranks
-    finished = run_ranks(run_rank, num_ranks, str(cut_file))
+    finished = run_ranks(record_run, num_ranks, str(cut_file))
 
     assert trace(cut_file.parent / "out") == trace(straight_file.parent / "out")
     assert len(trace(cut_file.parent / "out")) == 12
     assert validations(cut_file.parent / "out") == validations(straight_file.parent / "out")
-    for (digest, live_rates, samples), (expected, expected_rates, expected_samples) in zip(
-        finished, straight, strict=True
-    ):
-        assert digest == expected
-        assert {11, 12} <= set(live_rates) <= {9, 10, 11, 12}  # killed after 11: the save of 10 may be lost
-        assert rates | live_rates == {step: expected_rates[step] for step in live_rates}
-        assert samples == {step: expected_samples[step] for step in samples}
+    for ended, expected in zip(finished, straight, strict=True):
+        assert ended.digest == expected.digest
+        assert {11, 12} <= set(ended.rates) <= {9, 10, 11, 12}  # killed after 11: the save of 10 may be lost
+        assert ended.rates == {step: expected.rates[step] for step in ended.rates}
+        assert ended.samples == {step: expected.samples[step] for step in ended.samples}
 
 
 def test_the_configurations_have_every_pair() -> None:
@@ -74,13 +72,11 @@ def test_the_configurations_have_every_pair() -> None:
 def test_the_golden_comparison_sees_a_difference(tmp_path: Path) -> None:
     """Two seeds differ in every compared value, so equality above means something."""
     run_file = make_run(tmp_path / "run")
-    [(digest, _, samples)] = run_ranks(run_rank, 1, str(run_file))
+    [one] = run_ranks(record_run, 1, str(run_file))
     first = trace(tmp_path / "run" / "out")
-    [(other, _, other_samples)] = run_ranks(
-        run_rank, 1, str(run_file), None, ("seed=8", f"out={tmp_path}/other")
-    )
+    [other] = run_ranks(record_run, 1, str(run_file), ("seed=8", f"out={tmp_path}/other"))
     second = trace(tmp_path / "other")
-    assert digest != other
-    assert samples != other_samples
+    assert one.digest != other.digest
+    assert one.samples != other.samples
     for key in ("loss", "grad_norm", "batch_checksum"):
         assert all(a[key] != b[key] for a, b in zip(first, second, strict=True))

@@ -12,14 +12,12 @@ import pytest
 
 from ds_pretrain.checkpoint.manifest import step_of
 from ds_pretrain.checkpoint.verify import recover
-from ds_pretrain.core.distributed import World
 from tests.checkpoint.test_upload import POINTS
+from tests.harness import Kill, record_run, restore_and_save, start
 from tests.ranks import KILLED, run_ranks
-from tests.runs.chaos import SHIPPING_MODULES, Kill, Left, arm, look, lost, run_killed, write_points
-from tests.runs.elastic import restore_and_save
-from tests.runs.golden import trace, validations
+from tests.runs.chaos import SHIPPING_MODULES, Left, look, lost, write_points
+from tests.runs.results import trace, validations
 from tests.runs.sick import CURE_POINTS
-from tests.runs.starts import start
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -90,7 +88,7 @@ def _make(folder: Path, **more: Any) -> Path:
 
 def _kill(run_file: Path, kill: Kill, before: Left, ranks: int = 2, overrides: tuple[str, ...] = ()) -> Left:
     """Start, and be killed; what is left of it, which must be all that there was."""
-    ended = run_ranks(run_killed, ranks, str(run_file), kill, overrides, allow_kill=True)
+    ended = run_ranks(record_run, ranks, str(run_file), overrides, kill=kill, allow_kill=True)
     after = look(run_file.parent / "out")
     assert after.torn == (), kill
     assert lost(before, after, INTERVAL) is None, kill
@@ -110,7 +108,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     def train(stage: int, steps: int = 40) -> tuple[list[Any], Path]:
         folder = tmp_path_factory.mktemp("straight")
         run_file = _make(folder, deepspeed=deepspeed_json(stage), steps=steps)
-        return run_ranks(run_killed, 2, str(run_file), None), run_file.parent / "out"
+        return run_ranks(record_run, 2, str(run_file)), run_file.parent / "out"
 
     return train
 
@@ -120,8 +118,8 @@ def _assert_bitwise(
 ) -> None:
     """Start for the last time; the whole run must be the one that was never killed."""
     out, (expected, other) = run_file.parent / "out", straight
-    finished = run_ranks(run_killed, len(expected), str(run_file), None, overrides)
-    assert [digest for digest, _, _ in finished] == [digest for digest, _, _ in expected]
+    finished = run_ranks(record_run, len(expected), str(run_file), overrides)
+    assert [rank.digest for rank in finished] == [rank.digest for rank in expected]
     assert trace(out) == trace(other)
     assert validations(out) == validations(other)
 
@@ -155,10 +153,12 @@ def test_a_conversion_killed_at_every_point_goes_on_to_the_same_bits(
     options = {"steps": 6, "save_every": "2 steps", "model": {**LLAMA, "attention_dropout": 0.0}}
     straight_file, killed_file = (_make(tmp_path / name, **options) for name in ("straight", "killed"))
     for run_file in (straight_file, killed_file):
-        assert run_ranks(run_killed, 2, str(run_file), Kill(1, "write *", 9), allow_kill=True) == [KILLED] * 2
+        assert run_ranks(record_run, 2, str(run_file), kill=Kill(1, "write *", 9), allow_kill=True) == (
+            [KILLED] * 2
+        )
     left = look(killed_file.parent / "out")
     assert left.newest == 4
-    straight = (run_ranks(run_killed, 1, str(straight_file), None), straight_file.parent / "out")
+    straight = (run_ranks(record_run, 1, str(straight_file)), straight_file.parent / "out")
     for kill in kills:
         left = _kill(killed_file, kill, left, ranks=1)
         assert left.newest == 4
@@ -179,15 +179,12 @@ def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bi
     for kill in kills:
         if kill.rank == 1:  # which may have all of its files from the start before
             shutil.rmtree(tmp_path / "out" / "checkpoints", ignore_errors=True)
-        assert run_ranks(run_killed, 2, str(run_file), kill, overrides, allow_kill=True) == [KILLED] * 2, kill
+        assert (
+            run_ranks(record_run, 2, str(run_file), overrides, kill=kill, allow_kill=True) == [KILLED] * 2
+        ), kill
         assert look(tmp_path / "out").torn == (), kill
         assert look(tmp_path / "out").newest == 0, kill
     _assert_bitwise(run_file, straight(3, 8), overrides)
-
-
-def _save_again(world: World, run_file: str, kill: Kill | None) -> None:
-    arm(world, kill)
-    restore_and_save(world, run_file)
 
 
 @pytest.mark.parametrize("kills", [SAVED_AGAIN[1:2], slow(SAVED_AGAIN)], ids=["some", "all"])
@@ -195,11 +192,11 @@ def test_a_kill_while_a_step_is_saved_again_leaves_a_checkpoint_of_that_step(
     tmp_path: Path, kills: list[Kill]
 ) -> None:
     run_file = _make(tmp_path, steps=6)
-    run_ranks(run_killed, 2, str(run_file), None)
+    run_ranks(record_run, 2, str(run_file))
     left = look(tmp_path / "out")
     assert left.newest == 6
     for kill in kills:
-        assert run_ranks(_save_again, 2, str(run_file), kill, allow_kill=True) == [KILLED] * 2
+        assert run_ranks(restore_and_save, 2, str(run_file), kill=kill, allow_kill=True) == [KILLED] * 2
         list(recover(tmp_path / "out" / "checkpoints"))  # what a start does first
         assert look(tmp_path / "out").newest == 6, kill
         assert look(tmp_path / "out").torn == ()

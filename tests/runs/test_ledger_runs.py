@@ -11,20 +11,19 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, parse_manifest, published, step_name
+from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest, published, step_name
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import EXIT_BAD_INPUT
-from ds_pretrain.core.state import RunState, SkipLedger
+from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.watchdog.rollback_log import read_cure
+from tests.harness import Fault, Kill, record_run, start
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import trace, validations
-from tests.runs.sick import make_sick_run
-from tests.runs.starts import start
-from tests.runs.watched import BATCH, Trouble, counted, run_watched
+from tests.runs.results import counted, trace, validations
+from tests.runs.sick import BATCH, make_sick_run
 
 STEPS = 28
 WATCHDOG = """
@@ -41,9 +40,9 @@ def _make(folder: Path, before: int = 1, after: int = 4, **more: Any) -> Path:
     return make_sick_run(folder, WATCHDOG.format(before=before, after=after), **{"steps": STEPS, **more})
 
 
-def _poison(first_step: int, last_step: int) -> Trouble:
+def _poison(first_step: int, last_step: int) -> Fault:
     """What these steps read before anything was skipped."""
-    return Trouble("labels", (first_step - 1) * BATCH, last_step * BATCH)
+    return Fault("labels", (first_step - 1) * BATCH, last_step * BATCH)
 
 
 def _require_exact(run_file: Path) -> list[tuple[int, int]]:
@@ -67,11 +66,9 @@ def _require_exact(run_file: Path) -> list[tuple[int, int]]:
 
 
 def _require_counters(folder: Path) -> None:
-    """A checkpoint says how many samples were trained, and how far in the order of the data it stands."""
+    """A checkpoint says how many samples were trained."""
     manifest = parse_manifest((folder / MANIFEST).read_text())
-    ledger = RunState.from_json((folder / RUN_STATE).read_text()).ledger
     assert manifest.samples == BATCH * manifest.step
-    assert manifest.draws == ledger.draws("main", manifest.samples, 1)[0]
 
 
 def _checksums(run_file: Path, ledger: SkipLedger) -> list[int]:
@@ -96,17 +93,18 @@ def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_anot
     """They cover saves and validations. What the first went back to is lost, too: an older one serves."""
     run_file = _make(tmp_path, before=5)
     bad = [_poison(14, 16), _poison(22, 25)]
-    killed = run_ranks(run_watched, 2, str(run_file), bad, (), "load", allow_kill=True)
+    killed = run_ranks(record_run, 2, str(run_file), faults=bad, kill=Kill(None, "load"), allow_kill=True)
     assert killed == [KILLED] * 2  # the first skip is written down, and its checkpoint not loaded
     [first] = read_cure(tmp_path / "out").rollbacks
     shutil.rmtree(tmp_path / "out/checkpoints" / step_name(first.to_step))
-    [ended] = run_ranks(run_watched, 1, str(run_file), bad)
-    assert ended.code == 0, ended.said
+    [ended] = run_ranks(record_run, 1, str(run_file), faults=bad)
+    assert ended.code == 0, ended.stderr
     assert [r.response for r in ended.final.rollbacks] == ["skip", "skip"]
     assert ended.trained[0][0] < first.to_step + 1
     skip = read_cure(tmp_path / "out").ledger.skips[0]  # known before the restart: the data is told again
     assert (
-        f"skipped    {skip.stop - skip.start} samples of main; with these left out the data of" in ended.said
+        f"skipped    {skip.stop - skip.start} samples of main; with these left out the data of"
+        in ended.stderr
     )
     (start, stop), (start_2, stop_2) = _require_exact(run_file)
     assert start_2 < start < stop < stop_2
@@ -120,12 +118,12 @@ def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Pa
     """The trouble is found as the run would end: it goes back, reads on past the bad data, and then ends."""
     run_file = _make(tmp_path)
     bad = [_poison(STEPS - 2, STEPS)]
-    killed = run_ranks(run_watched, 2, str(run_file), bad, (), "cured", allow_kill=True)
+    killed = run_ranks(record_run, 2, str(run_file), faults=bad, kill=Kill(None, "cured"), allow_kill=True)
     assert killed == [KILLED] * 2
-    killed = run_ranks(run_watched, 1, str(run_file), bad, (), None, STEPS - 1, allow_kill=True)
+    killed = run_ranks(record_run, 1, str(run_file), faults=bad, kill_after=STEPS - 1, allow_kill=True)
     assert killed == [KILLED]
-    ranks = run_ranks(run_watched, 2, str(run_file), bad)
-    assert [r.code for r in ranks] == [0, 0], ranks[0].said
+    ranks = run_ranks(record_run, 2, str(run_file), faults=bad)
+    assert [r.code for r in ranks] == [0, 0], ranks[0].stderr
     assert [r.response for r in ranks[0].final.rollbacks] == ["skip"]
     [(_, stop)] = _require_exact(run_file)
     assert stop == STEPS * BATCH  # as far as the run had read, and no further

@@ -1,20 +1,21 @@
 """Ten rollbacks in a row, in one process a rank: nothing of them stays behind."""
 
 import gc
+import os
+import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_pretrain.core.distributed import World
 from ds_pretrain.data.loader import Feed
-from ds_pretrain.training import rollback as healing
 from ds_pretrain.watchdog.replay import Replay
+from tests.harness import Fault, record_run
 from tests.ranks import run_ranks
-from tests.runs.golden import trace
+from tests.runs.results import trace
 from tests.runs.sick import make_sick_run
-from tests.runs.watched import Trouble, Watched, run_watched
 from tests.scenario import LLAMA
 
 STEPS = [12 + 6 * i for i in range(10)]  # far enough apart that each is a place of its own
@@ -51,21 +52,21 @@ def held() -> Counter[str]:
     return held
 
 
-def _run_held(
-    world: World, run_file: str, troubles: list[Trouble], overrides: tuple[str, ...]
-) -> tuple[Watched, list[Counter[str]]]:
-    """What a rank did, and what was alive after each rollback."""
-    found: list[Counter[str]] = []
-    roll_back = healing.Watchdog.roll_back
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds."""
 
-    def counted(*args: Any) -> Any:
-        state = roll_back(*args)
-        found.append(held())
-        return state
+    rss_bytes: int
+    num_threads: int
+    num_files: int
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(healing.Watchdog, "roll_back", counted)
-        return run_watched(world, run_file, troubles, overrides), found
+
+def usage_and_held() -> tuple[Usage, Counter[str]]:
+    """Of this process, now."""
+    rss_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    assert threads >= threading.active_count()
+    return Usage(rss_pages * os.sysconf("SC_PAGE_SIZE"), threads, files), held()
 
 
 @pytest.mark.slow
@@ -82,23 +83,24 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
     }
     clean_file = make_sick_run(tmp_path / "clean", WATCHDOG, **more)
     sick_file = make_sick_run(tmp_path / "sick", WATCHDOG, **more)
-    clean = run_ranks(run_watched, 2, str(clean_file), (), OVERRIDES)
-    passing = [Trouble("rate", step, step + 1) for step in STEPS]
-    results = run_ranks(_run_held, 2, str(sick_file), passing, OVERRIDES)
-    sick = [watched for watched, _ in results]
-    for rank, (_, alive) in enumerate(results):
-        assert sick[rank].code == 0, sick[rank].said
-        assert [r.response for r in sick[rank].final.rollbacks] == ["replay"] * 10
+    clean = run_ranks(record_run, 2, str(clean_file), OVERRIDES)
+    passing = [Fault("rate", step, step + 1) for step in STEPS]
+    options: dict[str, Any] = {"faults": passing, "at_rollback": usage_and_held}
+    sick = run_ranks(record_run, 2, str(sick_file), OVERRIDES, **options)
+    for rank, ended in enumerate(sick):
+        usage, alive = zip(*ended.at_rollbacks, strict=True)
+        assert ended.code == 0, ended.stderr
+        assert [r.response for r in ended.final.rollbacks] == ["replay"] * 10
         assert alive[2]["steps of replays"] > 0 or rank > 0
         grown = Counter(
             {kind: alive[9][kind] - alive[2][kind] - 7 * A_ROLLBACK_EACH.get(kind, 0) for kind in alive[9]}
         )
         assert {kind: more for kind, more in grown.items() if more >= 7} == {}  # one a rollback would be 7
         assert all(grown[kind] <= 3 for kind in ("steps of replays", "Seen", "batches ahead"))
-        third, last = sick[rank].usage[2], sick[rank].usage[-1]
+        third, last = usage[2], usage[-1]
         assert last.num_threads <= third.num_threads
         assert last.num_files <= third.num_files
         assert last.rss_bytes <= third.rss_bytes + GROWTH_BYTES
-        assert sick[rank].digest == clean[rank].digest
-        assert sick[rank].streams == clean[rank].streams
+        assert ended.digest == clean[rank].digest
+        assert ended.streams == clean[rank].streams
     assert trace(tmp_path / "sick" / "out") == trace(tmp_path / "clean" / "out")

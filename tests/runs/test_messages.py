@@ -15,24 +15,19 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
 from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.training import rollback as healing
 from ds_pretrain.training import saver as saving
 from tests.checkpoint.test_manifest import MANIFEST
+from tests.harness import Fault, Record, Stop, disk_is_full, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.sick import Fault, make_sick_run, run_sick
-from tests.runs.starts import Ended, Stop, start
+from tests.runs.sick import make_sick_run
 from tests.scenario import LLAMA, make_run
 
 
-def _full(*words: Any) -> Any:
-    raise OSError(28, "No space left on device")
-
-
-def _start_with(world: World, run_file: str, where: str, act: str, overrides: tuple[str, ...] = ()) -> Ended:
+def _start_with(world: World, run_file: str, where: str, act: str, overrides: tuple[str, ...] = ()) -> Record:
     """A start in which `where.act` meets a full disk, or what stands for it."""
     modules = {
-        "saving": (saving, _full),
-        "train": (train_module, _full),
+        "saving": (saving, disk_is_full),
+        "train": (train_module, disk_is_full),
         "memory": (saving, lambda: 1),
         "engine": (ZeroEngine, _corrupt),
     }
@@ -120,34 +115,15 @@ def test_proving_more_steps_than_a_schedule_has_is_refused(
     assert "take fewer steps, or a longer schedule" in capsys.readouterr().err
 
 
-def _sick_with(world: World, run_file: str, fault: Fault, what: str) -> Any:
-    patch = pytest.MonkeyPatch()
-    if what == "full":
-        patch.setattr(healing, "write_cure", _full)
-    else:
-        found, refused = healing.found_at_step, list[int]()
-
-        def once_broken(places: Any, step: int, *rest: Any) -> Any:
-            if not refused:
-                refused.append(step)
-                return "a file of it is gone"
-            return found(places, step, *rest)
-
-        patch.setattr(healing, "found_at_step", once_broken)
-    result = run_sick(world, run_file, fault)
-    patch.undo()
-    return result
-
-
 def test_a_rollback_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(_sick_with, 2, str(run_file), Fault("passing", 22), "full")
-    assert [code for code, _, _ in ranks] == [EXIT_CANNOT_SAVE] * 2
-    assert "so it is not made: [Errno 28]" in ranks[0][1]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("full_disk")])
+    assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
+    assert "so it is not made: [Errno 28]" in ranks[0].stderr
 
 
 def test_a_checkpoint_that_cannot_be_gone_back_to_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(_sick_with, 2, str(run_file), Fault("passing", 22), "broken")
-    assert [code for code, _, _ in ranks] == [0, 0]
-    assert "cannot be gone back to: a file of it is gone" in ranks[0][1]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("lost")])
+    assert [ended.code for ended in ranks] == [0, 0]
+    assert "cannot be gone back to: a file of it is gone" in ranks[0].stderr

@@ -13,9 +13,9 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, InputError
 from ds_pretrain.training import saver as saving
 from ds_pretrain.training.setup import require_shared_folder
+from tests.harness import record_run, start
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.starts import start
+from tests.runs.results import trace
 from tests.scenario import deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -23,12 +23,11 @@ from tests.tiers import slow
 def test_p29_every_sample_of_every_window_is_trained_on_once_over_kills(tmp_path: Path) -> None:
     """Accumulation 3, killed twice between checkpoints: the draws that count are each there once."""
     run_file = make_run(tmp_path, steps=7, micro_sequences=1, batch_tokens=16 * 6, save_every="2 steps")
-    read: dict[int, Any] = {}
     for kill_after in (3, 5):
-        assert run_ranks(run_rank, 2, str(run_file), kill_after, allow_kill=True) == [KILLED] * 2
+        assert run_ranks(record_run, 2, str(run_file), kill_after=kill_after, allow_kill=True) == [KILLED] * 2
     straight_file = make_run(tmp_path / "straight", steps=7, micro_sequences=1, batch_tokens=16 * 6)
-    [(_, _, straight), _] = run_ranks(run_rank, 2, str(straight_file))
-    [(_, _, read), _] = run_ranks(run_rank, 2, str(run_file))
+    straight = run_ranks(record_run, 2, str(straight_file))[0].samples
+    read = run_ranks(record_run, 2, str(run_file))[0].samples
     assert set(read) >= {4, 5, 6}  # killed after 5: from step 4 on, or from 2 if 4 was still being written
     assert read == {step: straight[step] for step in read}
     draws = Counter(sample for samples in straight.values() for sample in samples)
@@ -71,7 +70,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
     @cache
     def train(stage: int) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("straight")
-        run_ranks(run_rank, 2, str(make_run(folder, **OPTIONS, deepspeed=deepspeed_json(stage))))
+        run_ranks(record_run, 2, str(make_run(folder, **OPTIONS, deepspeed=deepspeed_json(stage))))
         return trace(folder / "out")
 
     return train

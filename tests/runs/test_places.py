@@ -19,9 +19,9 @@ from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINIS
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.training.saver import Shipping
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
+from tests.harness import Record, Stop, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Ended, Stop, contents, copied, start
+from tests.runs.results import contents, copied, trace
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -30,7 +30,7 @@ PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
 def _on_its_own_host(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...] = (), stop: Stop | None = None
-) -> Ended:
+) -> Record:
     """A start where each rank is a host of its own, with a disk of its own."""
     patch = pytest.MonkeyPatch()
     mine = Path(hosts) / f"host_{world.rank}"
@@ -51,7 +51,7 @@ def _local(folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The steps of a run of 6 that was never stopped."""
     run_file, _ = _local(tmp_path_factory.mktemp("straight"))
-    run_ranks(run_rank, 2, str(run_file))
+    run_ranks(record_run, 2, str(run_file))
     return trace(run_file.parent / "out")
 
 
@@ -167,7 +167,7 @@ def test_another_number_of_ranks_puts_the_hosts_pieces_together(
 ) -> None:
     options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_sequences": 1}
     straight_file, _ = _local(tmp_path / "straight", **options)
-    run_ranks(run_rank, before, str(straight_file))
+    run_ranks(record_run, before, str(straight_file))
     run_file, overrides = _local(tmp_path / "run", **options)
     hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
     run_ranks(_on_its_own_host, before, str(run_file), str(hosts), overrides, Stop("file", 0, 3))
@@ -204,7 +204,7 @@ def test_hosts_that_share_what_should_be_their_own_are_told_so(tmp_path: Path) -
     assert f"checkpoint.local = {tmp_path}/run/hosts is one folder on" in ranks[0].stderr
 
 
-def _on_one_disk(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+def _on_one_disk(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     patch = pytest.MonkeyPatch()
     patch.setenv("LOCAL_RANK", "0")
     ended = start(world, run_file, overrides)
@@ -277,7 +277,7 @@ def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(
     assert "Traceback" not in ranks[0].stderr
 
 
-def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     from ds_pretrain.checkpoint.remote import Remote
 
     def dead(self: Remote, step: int, name: str, path: Path) -> Any:
@@ -301,7 +301,7 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
     assert _steps(tmp_path / "vault") == [1, 2, 4]
 
 
-def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     patch = pytest.MonkeyPatch()
     patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
     patch.setattr(ship_module.Shipper, "start", lambda self: None)
@@ -318,7 +318,7 @@ def _with_s3(
     server: tuple[str, int],
     overrides: tuple[str, ...],
     stop: Stop | None,
-) -> Ended:
+) -> Record:
     patch = pytest.MonkeyPatch()
     use_s3(patch, *server, Path(run_file).parent)
     ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
@@ -379,7 +379,7 @@ def test_what_was_never_shipped_is_put_together_from_the_hosts_that_have_it(
 
 def _shipping_nothing(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], stop: Stop | None
-) -> Ended:
+) -> Record:
     patch = pytest.MonkeyPatch()
     patch.setattr(ship_module.Shipper, "start", lambda self: None)
     patch.setattr(ship_module.Shipper, "revive", lambda self: None)
@@ -414,7 +414,7 @@ def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_is_not_shipp
 
 def _until_6_is_shipped(
     world: World, run_file: str, hosts: str, out: str, overrides: tuple[str, ...]
-) -> Ended:
+) -> Record:
     """A start that waits for this one checkpoint and no longer."""
     patch = pytest.MonkeyPatch()
     finish, arrived = Shipping.finish, Path(out) / "checkpoints" / "step_000000006" / MANIFEST
@@ -432,7 +432,7 @@ def _until_6_is_shipped(
 
 def _with_a_failing_host(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], at: str
-) -> Ended:
+) -> Record:
     from ds_pretrain.checkpoint import save as saves
 
     patch = pytest.MonkeyPatch()

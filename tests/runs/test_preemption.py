@@ -25,10 +25,10 @@ from ds_pretrain.core.run_files import RankRecord, StopSignal, read_exit, read_r
 from ds_pretrain.data.loader import Feed
 from ds_pretrain.training import saver as saving
 from ds_pretrain.training import setup as opening
+from tests.harness import Record, at_write_points, start
 from tests.ranks import run_ranks
-from tests.runs.chaos import at_write_points, look
-from tests.runs.golden import trace
-from tests.runs.starts import Ended, start
+from tests.runs.chaos import look
+from tests.runs.results import trace
 from tests.scenario import make_run
 from tests.tiers import slow
 
@@ -100,7 +100,7 @@ def _once(act: Callable[[], None]) -> Callable[[], None]:
     return lambda: left.pop()() if left else None
 
 
-def start_and_terminate(world: World, run_file: str, term: Term | None, overrides: tuple[str, ...]) -> Ended:
+def start_and_terminate(world: World, run_file: str, term: Term | None, overrides: tuple[str, ...]) -> Record:
     """The loop's entry, and the signal. Steps take a while: a fast machine shall not run to the end."""
     if term is not None and world.rank in term.ranks:
         terminate = _once(lambda: _terminate(term.again))
@@ -210,7 +210,7 @@ def test_p50_a_signal_in_the_last_save_lets_the_run_finish(tmp_path: Path, strai
     assert trace(tmp_path / "out") == straight(SHORT)
 
 
-def _terminate_at_the_end(world: World, run_file: str) -> Ended:
+def _terminate_at_the_end(world: World, run_file: str) -> Record:
     _before(saving.Saver, "save_surely", lambda: _terminate(again=True))
     return start(world, run_file)
 

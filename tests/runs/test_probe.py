@@ -13,9 +13,9 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.engine.engine import ZeroEngine
+from tests.harness import Record, Stop, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank
-from tests.runs.starts import Ended, Stop, copied, start
+from tests.runs.results import copied
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -53,7 +53,7 @@ def test_p16_every_checkpoint_has_a_probe_and_a_resumed_run_has_its_loss(tmp_pat
 
 def test_p16_the_probe_of_training_is_the_loss_of_the_restored_model_to_the_last_bit(tmp_path: Path) -> None:
     run_file = make_run(tmp_path, steps=6, save_every="2 steps")
-    run_ranks(run_rank, 2, str(run_file), 6, allow_kill=True)
+    run_ranks(record_run, 2, str(run_file), kill_after=6, allow_kill=True)
     newest = max(_probes(tmp_path / "out"))
     assert newest in (2, 4)
     losses = run_ranks(_restored_loss, 2, str(run_file))
@@ -105,7 +105,7 @@ def test_dropout_on_other_ranks_is_not_compared_and_said(stopped: Path, tmp_path
     )
 
 
-def _start_with_another_model(world: World, run_file: str, overrides: tuple[str, ...]) -> Ended:
+def _start_with_another_model(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     """The tensors are right, and what is computed with them is not."""
     patch = pytest.MonkeyPatch()
     logits = ZeroEngine.logits

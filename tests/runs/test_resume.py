@@ -10,9 +10,9 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, InputError
 from ds_pretrain.core.run_files import read_exit
 from ds_pretrain.training import preflight as opening
+from tests.harness import Stop, start
 from tests.ranks import run_ranks
-from tests.runs.golden import trace
-from tests.runs.starts import Stop, contents, start
+from tests.runs.results import contents, trace
 from tests.scenario import make_run
 
 SMALL: dict[str, Any] = {"steps": 4, "batch_tokens": 64, "save_every": "2 steps"}

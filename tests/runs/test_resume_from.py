@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
+from tests.harness import Stop, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Stop, copied, start
+from tests.runs.results import copied, trace
 from tests.scenario import LLAMA, make_run
 from tests.tiers import slow
 
@@ -60,7 +60,7 @@ def test_a_run_begins_where_the_other_ones_checkpoint_stands_and_trains_what_tha
     assert record["attempt"] == 1
     assert record["wandb_id"] != json.loads((tmp_path / "parent/out/run.json").read_text())["wandb_id"]
 
-    run_ranks(run_rank, 2, str(tmp_path / "parent" / "run.toml"))
+    run_ranks(record_run, 2, str(tmp_path / "parent" / "run.toml"))
     ours, theirs = trace(tmp_path / "child"), trace(tmp_path / "parent" / "out")[-2:]
     assert [step["samples"] for step in ours] == [step["samples"] for step in theirs] == [30, 36]
     assert [step["batch_checksum"] for step in ours] == [step["batch_checksum"] for step in theirs]
@@ -153,7 +153,7 @@ def test_a_universal_checkpoint_of_deepspeeds_own_tool_takes_its_word_and_a_flag
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 3
     assert f"resumed    {foreign}: 4 of 6 steps done; no loss was stored with it" in ranks[0].stdout
     assert "as --trust-pickle allows" in ranks[0].stderr
-    run_ranks(run_rank, 2, str(tmp_path / "parent" / "run.toml"))
+    run_ranks(record_run, 2, str(tmp_path / "parent" / "run.toml"))
     losses = [
         [s["loss"] for s in trace(out)[-2:]] for out in (tmp_path / "child", tmp_path / "parent" / "out")
     ]

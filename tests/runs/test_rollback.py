@@ -13,11 +13,14 @@ from ds_pretrain.core.state import RunState, Skip
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.watchdog.rollback_log import read_cure
+from tests.harness import Fault, Kill, record_run
 from tests.ranks import KILLED, run_ranks
 from tests.runs.conftest import Trained
-from tests.runs.golden import trace
-from tests.runs.sick import BATCH, CURE_POINTS, POISON, Fault, make_sick_run, run_sick
+from tests.runs.results import trace
+from tests.runs.sick import BATCH, CURE_POINTS, POISON, make_sick_run
 from tests.tiers import slow
+
+ABSURD = Fault("rate", 22, 1_000, value=30.0, again=True)  # from step 22 on
 
 
 def _events(out: Path, kind: str) -> list[Any]:
@@ -33,7 +36,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
 ) -> None:
     ranks, sick_file = healed_run
     out = sick_file.parent / "out"
-    assert [code for code, _, _ in ranks] == [0, 0]
+    assert [rank.code for rank in ranks] == [0, 0]
     rollbacks = _events(out, "rollback")
     assert [r["response"] for r in rollbacks] == ["replay", "skip"]
     assert [r["onset"] for r in rollbacks] == [21, 21]
@@ -41,16 +44,17 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     [skip] = read_cure(out).ledger.skips
     assert skip.start <= POISON.first
     assert skip.stop >= POISON.stop
-    [(_, _, (_, _, samples)), _] = ranks
     assert _final_loss(out) == pytest.approx(_final_loss(healthy_run[1].parent / "out"), abs=0.05)
     assert len(trace(out)) == 40
-    assert "going on from the calm checkpoint of step" in ranks[0][1]
-    assert len(samples) >= 40
+    assert "going on from the calm checkpoint of step" in ranks[0].stderr
+    assert len(ranks[0].samples) >= 40
     [compared] = _events(out, "compared")
     assert (compared["finding"], compared["first_difference"]) == ("data_or_state", None)
     outcomes = [(o["incident"], o["outcome"]) for o in _events(out, "outcome")]
     assert outcomes == [(1, "came_back"), (2, "healed")]
-    assert "incident 2: 3 healthy steps after step 23: it was the data that are skipped now" in ranks[0][1]
+    assert (
+        "incident 2: 3 healthy steps after step 23: it was the data that are skipped now" in ranks[0].stderr
+    )
     poisoned = _samples_of(sick_file, POISON)
     for told in _events(out, "suspects"):
         found = {(s["source"], s["epoch"], s["sample"]) for s in told["samples"]}
@@ -75,8 +79,8 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
 @pytest.mark.slow
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path, micro_sequences=2)  # in one micro-batch its norms overflow for good
-    ranks = run_ranks(run_sick, 2, str(run_file), Fault("state", 22))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("state", 22, rank=1)])
+    assert [rank.code for rank in ranks] == [0, 0]
     assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay"]
     assert read_cure(tmp_path / "out").ledger.skips == ()
 
@@ -85,10 +89,10 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
     healthy_run: Trained, tmp_path: Path
 ) -> None:
     clean, clean_file = healthy_run
-    sick = run_ranks(run_sick, 2, str(make_sick_run(tmp_path)), Fault("passing", 22))
+    sick = run_ranks(record_run, 2, str(make_sick_run(tmp_path)), faults=[Fault("rate", 22)])
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay"]
-    assert [ended[0] for _, _, ended in sick] == [ended[0] for _, _, ended in clean]
+    assert [rank.digest for rank in sick] == [rank.digest for rank in clean]
     losses = [[step["loss"] for step in trace(place)] for place in (clean_file.parent / "out", out)]
     assert losses[0] == losses[1]
     [compared] = _events(out, "compared")
@@ -100,8 +104,8 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
 
 def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(run_sick, 2, str(run_file), Fault("rank", 22))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=1)])
+    assert [rank.code for rank in ranks] == [0, 0]
     [compared] = _events(tmp_path / "out", "compared")
     assert (compared["finding"], compared["first_difference"], compared["ranks"]) == (
         "passing_fault",
@@ -113,9 +117,9 @@ def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
 
 def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(run_sick, 2, str(run_file), Fault("rate", 22))
-    assert [code for code, _, _ in ranks] == [EXIT_NEEDS_PERSON] * 2
-    said = ranks[0][1]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[ABSURD])
+    assert [rank.code for rank in ranks] == [EXIT_NEEDS_PERSON] * 2
+    said = ranks[0].stderr
     assert "nothing is left to try: it came back at the same place after replay, then skip" in said
     assert "replay from step" in said
     out = tmp_path / "out"
@@ -126,25 +130,26 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip", "stop"]
     where_it_stood = max(record["step"] for record in _events(out, "checkpoint"))
     assert where_it_stood == told["step"]  # kept, to be looked at
-    again = run_ranks(run_sick, 2, str(run_file), None)  # a person has mended the rate
-    assert [code for code, _, _ in again] == [0, 0]
+    again = run_ranks(record_run, 2, str(run_file))  # a person has mended the rate
+    assert [rank.code for rank in again] == [0, 0]
     [resumed] = _events(out, "resume")
     assert resumed["step"] == told["to_step"] < 22
-    assert f"the checkpoint of step {where_it_stood:,} is passed over" in again[0][1]
+    assert f"the checkpoint of step {where_it_stood:,} is passed over" in again[0].stderr
     assert len(trace(out)) == 40
 
 
 @pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    stops = (str(run_file), Fault("rate", 22), ("watchdog.respond=[]",))
-    assert run_ranks(run_sick, 2, *stops, "person", allow_kill=True) == [KILLED] * 2
-    silent = run_ranks(run_sick, 2, *stops)  # a supervisor would start again what had died
-    assert [code for code, _, _ in silent] == [EXIT_NEEDS_PERSON] * 2
-    assert "the run died before it could end with this; it does now" in silent[0][1]
+    stops = (str(run_file), ("watchdog.respond=[]",))
+    killed: dict[str, Any] = {"kill": Kill(None, "person"), "allow_kill": True}
+    assert run_ranks(record_run, 2, *stops, faults=[ABSURD], **killed) == [KILLED] * 2
+    silent = run_ranks(record_run, 2, *stops, faults=[ABSURD])  # a supervisor would start again what had died
+    assert [rank.code for rank in silent] == [EXIT_NEEDS_PERSON] * 2
+    assert "the run died before it could end with this; it does now" in silent[0].stderr
     newest_step = max(record["step"] for record in _events(tmp_path / "out", "checkpoint"))
-    ranks = run_ranks(run_sick, 2, str(run_file), None, ('watchdog.mode="observe"',))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(run_file), ('watchdog.mode="observe"',))
+    assert [rank.code for rank in ranks] == [0, 0]
     assert [r["step"] for r in _events(tmp_path / "out", "resume")] == [newest_step]
     saved = tmp_path / "out" / "checkpoints" / "step_000000040" / "run_state.json"
     newest = RunState.from_json(saved.read_text())
@@ -157,31 +162,33 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
         ((), EXIT_CANNOT_SAVE, "cure.json, so it is not made: [Errno 28] No space left on device; make room"),
         (("watchdog.respond=[]",), EXIT_NEEDS_PERSON, "nothing is left to try: watchdog.respond is empty"),
     ):
-        [(ended, said, _)] = run_ranks(run_sick, 1, str(run_file), POISON, overrides, "unwritable")
-        assert (ended, words in said) == (code, True), said
+        faults = [POISON, Fault("full_disk")]
+        [ended] = run_ranks(record_run, 1, str(run_file), overrides, faults=faults)
+        assert (ended.code, words in ended.stderr) == (code, True), ended.stderr
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("data", 38 * BATCH, 40 * BATCH))
-    assert code == 0
+    bad_end = Fault("labels", 38 * BATCH, 40 * BATCH)
+    [ended] = run_ranks(record_run, 1, str(run_file), faults=[bad_end])
+    assert ended.code == 0
     [warning] = _events(tmp_path / "out", "warning")
     assert "the run ends in a spike that began at step 39" in warning["message"]
     assert "the newest calm checkpoint: step 3" in warning["message"]
-    assert warning["message"] in said
+    assert warning["message"] in ended.stderr
 
 
 def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_nothing_else_happens(
     tmp_path: Path,
 ) -> None:
     run_file = make_sick_run(tmp_path)
-    ranks = run_ranks(run_sick, 2, str(run_file), Fault("nan", 22))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("gradient", 22, rank=1)])
+    assert [rank.code for rank in ranks] == [0, 0]
     assert _events(tmp_path / "out", "rollback") == []
     [dropped] = _events(tmp_path / "out", "dropped")
     assert dropped["step"] == 22
-    assert [tuple(sample) for sample in dropped["samples"]] == ranks[0][2][2][21]
+    assert [tuple(sample) for sample in dropped["samples"]] == ranks[0].samples[21]
     steps = {step["step"]: step for step in trace(tmp_path / "out")}
     assert not steps[22]["update_applied"]
     assert steps[23]["learning_rate"] == steps[22]["learning_rate"]  # a dropped update moves no schedule
@@ -189,32 +196,32 @@ def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_noth
 
 def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path, steps=12)
-    [(code, said, _)] = run_ranks(run_sick, 1, str(run_file), Fault("nan", 5, 9, rank=0))
-    assert code == 0
+    [ended] = run_ranks(record_run, 1, str(run_file), faults=[Fault("gradient", 5, 9)])
+    assert ended.code == 0
     assert len(_events(tmp_path / "out", "dropped")) == 4
     [warning] = _events(tmp_path / "out", "warning")  # once, and after the third
     assert warning["step"] == 7
-    assert warning["message"] in said
+    assert warning["message"] in ended.stderr
     assert "ZeRO-3, overlap_comm = true; to rule it out set" in warning["message"]
 
 
 @pytest.mark.slow
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
-    ranks = run_ranks(run_sick, 2, str(spent), POISON, ("watchdog.rollbacks=1",))
-    assert [code for code, _, _ in ranks] == [EXIT_NEEDS_PERSON] * 2
-    assert "1 rollback in 5000 steps is all that is allowed" in ranks[0][1]
+    ranks = run_ranks(record_run, 2, str(spent), ("watchdog.rollbacks=1",), faults=[POISON])
+    assert [rank.code for rank in ranks] == [EXIT_NEEDS_PERSON] * 2
+    assert "1 rollback in 5000 steps is all that is allowed" in ranks[0].stderr
 
     observed = make_sick_run(tmp_path / "observed")
-    ranks = run_ranks(run_sick, 2, str(observed), POISON, ('watchdog.mode="observe"',))
-    assert [code for code, _, _ in ranks] == [0, 0]
+    ranks = run_ranks(record_run, 2, str(observed), ('watchdog.mode="observe"',), faults=[POISON])
+    assert [rank.code for rank in ranks] == [0, 0]
     out = tmp_path / "observed" / "out"
     [told] = _events(out, "observed")
     [back] = _events(tmp_path / "spent" / "out", "rollback")  # what the other one did
     assert (told["response"], told["to_step"], told["reason"]) == (
         *("replay", back["to_step"], back["reason"]),
     )
-    assert f"the watchdog would replay, {told['reason']}" in ranks[0][1]
+    assert f"the watchdog would replay, {told['reason']}" in ranks[0].stderr
     assert _events(out, "rollback") == []
 
 
@@ -226,14 +233,16 @@ def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
     whole, whole_file = healed_run
     cut_file = make_sick_run(tmp_path)
     for kill_at in kills:
-        ended = run_ranks(run_sick, 2, str(cut_file), POISON, (), kill_at, allow_kill=True)
+        ended = run_ranks(
+            record_run, 2, str(cut_file), faults=[POISON], kill=Kill(None, kill_at), allow_kill=True
+        )
         assert ended == [KILLED] * 2, kill_at
-    cut = run_ranks(run_sick, 2, str(cut_file), POISON)
-    assert [code for code, _, _ in cut] == [0, 0]
+    cut = run_ranks(record_run, 2, str(cut_file), faults=[POISON])
+    assert [rank.code for rank in cut] == [0, 0]
     out = tmp_path / "out"
     assert len(read_cure(out).ledger.skips) == 1
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
-    assert [ended[0] for _, _, ended in cut] == [ended[0] for _, _, ended in whole]
+    assert [rank.digest for rank in cut] == [rank.digest for rank in whole]
     assert trace(out)[-10:] == trace(whole_file.parent / "out")[-10:]
     for kind in ("rollback", "suspects"):  # told at the next start where the process died before it
         assert [told["incident"] for told in _events(out, kind)] == [1, 2], kind

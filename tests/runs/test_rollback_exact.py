@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from ds_pretrain.watchdog.rollback_log import read_cure
+from tests.harness import Fault, Record, record_run
 from tests.ranks import run_ranks
-from tests.runs.golden import trace, validations
-from tests.runs.sick import make_sick_run
-from tests.runs.watched import BATCH, Trouble, Watched, run_watched
+from tests.runs.results import trace, validations
+from tests.runs.sick import BATCH, make_sick_run
 from tests.scenario import LLAMA
 
-POISON = Trouble("labels", 15 * BATCH, 18 * BATCH)  # what steps 16 to 18 read
+POISON = Fault("labels", 15 * BATCH, 18 * BATCH)  # what steps 16 to 18 read
 DROPOUT: dict[str, Any] = {
     "steps": 28,
     "model": LLAMA,
@@ -29,17 +29,17 @@ def _fresh(sick_file: Path, folder: Path, to_step: int, **more: Any) -> Path:
     return run_file
 
 
-def _after(ended: Watched, to_step: int) -> list[tuple[int, Any]]:
+def _after(ended: Record, to_step: int) -> list[tuple[int, Any]]:
     """What was trained from the last rollback on."""
     last = max(i for i, (step, _) in enumerate(ended.trained) if step == to_step + 1)
     return list(ended.trained[last:])
 
 
-def _skipped_run(folder: Path, **more: Any) -> tuple[Path, list[Watched], int]:
+def _skipped_run(folder: Path, **more: Any) -> tuple[Path, list[Record], int]:
     """A run that met bad data, replayed and skipped it, and ended; and the step that it skipped from."""
     run_file = make_sick_run(folder, **more)
-    ranks: list[Watched] = run_ranks(run_watched, 2, str(run_file), [POISON])
-    assert [r.code for r in ranks] == [0, 0], ranks[0].said
+    ranks: list[Record] = run_ranks(record_run, 2, str(run_file), faults=[POISON])
+    assert [r.code for r in ranks] == [0, 0], ranks[0].stderr
     replay, skip = read_cure(folder / "out").rollbacks
     assert (replay.response, skip.response) == ("replay", "skip")
     return run_file, ranks, skip.to_step
@@ -48,9 +48,9 @@ def _skipped_run(folder: Path, **more: Any) -> tuple[Path, list[Watched], int]:
 def test_after_a_skip_everything_is_bitwise_that_of_a_fresh_run_with_that_ledger(tmp_path: Path) -> None:
     sick_file, sick, to_step = _skipped_run(tmp_path / "sick", **DROPOUT)
     fresh_file = _fresh(sick_file, tmp_path / "fresh", to_step, **DROPOUT)
-    fresh: list[Watched] = run_ranks(run_watched, 2, str(fresh_file), [POISON])
+    fresh: list[Record] = run_ranks(record_run, 2, str(fresh_file), faults=[POISON])
     for went_back, began in zip(sick, fresh, strict=True):
-        assert began.code == 0, began.said
+        assert began.code == 0, began.stderr
         assert began.rollbacks == []
         assert went_back.digest == began.digest  # masters, moments and Adam's steps
         assert went_back.streams == began.streams
@@ -67,8 +67,8 @@ def test_after_a_skip_everything_is_bitwise_that_of_a_fresh_run_with_that_ledger
 def test_after_a_skip_one_rank_reads_the_same_samples_as_two_and_learns_the_same(tmp_path: Path) -> None:
     sick_file, sick, to_step = _skipped_run(tmp_path / "sick", steps=28)
     fresh_file = _fresh(sick_file, tmp_path / "fresh", to_step, steps=28)
-    [fresh] = run_ranks(run_watched, 1, str(fresh_file), [POISON])
-    assert fresh.code == 0, fresh.said
+    [fresh] = run_ranks(record_run, 1, str(fresh_file), faults=[POISON])
+    assert fresh.code == 0, fresh.stderr
     assert fresh.trained == _after(sick[0], to_step)
     assert fresh.final.ledger == sick[0].final.ledger
     [sick_trace, fresh_trace] = [trace(file.parent / "out") for file in (sick_file, fresh_file)]

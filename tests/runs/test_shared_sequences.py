@@ -1,22 +1,17 @@
 """A run whose long phase is shared by ranks: killed, resized and unshared, it is the run that it would be."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_pretrain.commands.cli import main
-from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.distributed import World
-from ds_pretrain.core.errors import Preempted
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.core.run_files import StopSignal, run_lock
-from ds_pretrain.train import Wish, train
+from tests.harness import Fault, record_run
 from tests.ranks import KILLED, run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.sick import Fault, make_sick_run, run_sick
+from tests.runs.results import trace
+from tests.runs.sick import make_sick_run
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -36,13 +31,10 @@ rope = {{ theta = 8e4 }}
 def _make(folder: Path, shared: int, stage: int = 3, dropout: float = 0.0) -> Path:
     """12 steps: 8 sequences of 32, then 2 of 128."""
     model = {**LLAMA, "attention_dropout": dropout}
-    run_file = make_run(folder, batch_tokens=256, save_every="1 steps", model=model)
+    longer = {"seq_len = 16": "seq_len = 32", "tokens = 160": "tokens = 640\nretrieval = true"}
+    options: dict[str, Any] = {"save_every": "1 steps", "model": model, "extra": PHASE, "replace": longer}
+    run_file = make_run(folder, batch_tokens=256, **options)
     _share(run_file, shared, stage)
-    text = (
-        run_file.read_text().replace("seq_len = 16", "seq_len = 32").replace("tokens = 160", "tokens = 640")
-    )
-    text = text.replace("[validation]", f"{PHASE}[validation]\nretrieval = true")
-    run_file.write_text(text)
     return run_file
 
 
@@ -60,8 +52,8 @@ def _validations(out: Path) -> dict[int, dict[str, Any]]:
 def unshared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The run on one rank: its folder, and the samples of each step."""
     folder = tmp_path_factory.mktemp("unshared")
-    [(_, _, samples)] = run_ranks(run_rank, 1, str(_make(folder, 1)))
-    return folder, samples
+    [ended] = run_ranks(record_run, 1, str(_make(folder, 1)))
+    return folder, ended.samples
 
 
 def _same_run(out: Path, unshared: Any, rel: float) -> None:
@@ -78,8 +70,8 @@ def _same_run(out: Path, unshared: Any, rel: float) -> None:
 def test_a_shared_run_reads_learns_and_measures_as_an_unshared_one(
     unshared: Any, tmp_path: Path, num_ranks: int, shared: int, stage: int
 ) -> None:
-    ranks = run_ranks(run_rank, num_ranks, str(_make(tmp_path, shared, stage)))
-    assert all(samples == unshared[1] for _, _, samples in ranks)
+    ranks = run_ranks(record_run, num_ranks, str(_make(tmp_path, shared, stage)))
+    assert all(ended.samples == unshared[1] for ended in ranks)
     _same_run(tmp_path / "out", unshared, 1e-5)
     here, there = _validations(tmp_path / "out"), _validations(unshared[0] / "out")
     assert list(here) == list(there) == [4, 8, 12]
@@ -101,30 +93,23 @@ def _flat(tree: Any, name: str = "") -> dict[str, float]:
 def test_killed_in_both_phases_a_shared_run_is_bitwise_the_one_that_was_not(tmp_path: Path) -> None:
     """With dropout: each rank's stream is its own."""
     straight, cut = (_make(tmp_path / name, 2, dropout=0.1) for name in ("straight", "cut"))
-    whole = run_ranks(run_rank, 2, str(straight))
+    whole = run_ranks(record_run, 2, str(straight))
     for step in (LONG - 2, LONG + 3):
-        assert run_ranks(run_rank, 2, str(cut), step, allow_kill=True) == [KILLED] * 2
-    ended = run_ranks(run_rank, 2, str(cut))
-    assert [digest for digest, _, _ in ended] == [digest for digest, _, _ in whole]
+        assert run_ranks(record_run, 2, str(cut), kill_after=step, allow_kill=True) == [KILLED] * 2
+    ended = run_ranks(record_run, 2, str(cut))
+    assert [rank.digest for rank in ended] == [rank.digest for rank in whole]
     assert trace(tmp_path / "cut" / "out") == trace(tmp_path / "straight" / "out")
     probes = [r["probe"] for r in read_metrics(tmp_path / "cut" / "out" / "metrics.jsonl") if "probe" in r]
     assert len(probes) == 2
     assert all("is what it was" in probe for probe in probes)
 
 
-def _stop(world: World, run_file: str, step: int) -> None:
-    """Train until a request to stop after this step."""
-    plan = load_plan(run_file)
-    with StopSignal(plan.out, world) as stop, suppress(Preempted):
-        train(plan, world, stop, run_lock(plan.out), Wish(step))
-
-
 @pytest.mark.slow
 def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_again(tmp_path: Path) -> None:
     run_file = _make(tmp_path, 2)
-    run_ranks(_stop, 2, str(run_file), LONG + 1)  # no step follows whose loss could be taken
+    run_ranks(record_run, 2, str(run_file), stop_after=LONG + 1)  # no step follows whose loss could be taken
     _share(run_file, 1)
-    run_ranks(run_rank, 1, str(run_file))
+    run_ranks(record_run, 1, str(run_file))
     [probe] = [r["probe"] for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if "probe" in r]
     assert f"its loss on the first micro-batches of step {LONG + 1} is what it was" in probe
 
@@ -132,13 +117,11 @@ def test_a_save_on_request_has_a_loss_that_a_start_which_does_not_share_finds_ag
 @pytest.mark.slow
 def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_path: Path) -> None:
     run_file = _make(tmp_path, 1)
-    samples: dict[int, Any] = {}
     for num_ranks, shared, until in ((2, 1, 4), (2, 2, 7), (2, 1, 8), (1, 1, 9), (4, 4, 10), (4, 2, None)):
         _share(run_file, shared)
-        ended = run_ranks(run_rank, num_ranks, str(run_file), until, allow_kill=True)
+        ended = run_ranks(record_run, num_ranks, str(run_file), kill_after=until, allow_kill=True)
         assert (ended == [KILLED] * num_ranks) is (until is not None)
-    samples = ended[0][2]
-    assert samples.items() <= unshared[1].items()
+    assert ended[0].samples.items() <= unshared[1].items()
     _same_run(tmp_path / "out", unshared, 2e-4)
     probes = [r["probe"] for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if "probe" in r]
     assert len(probes) == 5
@@ -150,8 +133,8 @@ def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_
 def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_path: Path) -> None:
     config = {**deepspeed_json(), "sequence_parallel_size": 2}
     run_file = make_sick_run(tmp_path, deepspeed=config)
-    ranks = run_ranks(run_sick, 4, str(run_file), Fault("rank", 22, rank=2))
-    assert [code for code, _, _ in ranks] == [0] * 4
+    ranks = run_ranks(record_run, 4, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=2)])
+    assert [ended.code for ended in ranks] == [0] * 4
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     [compared] = [r for r in records if r["event"] == "compared"]
     assert (compared["finding"], compared["first_difference"]) == ("passing_fault", 22)
@@ -166,8 +149,8 @@ def test_with_dropout_the_loss_of_a_checkpoint_is_not_compared_by_ranks_that_sha
     tmp_path: Path,
 ) -> None:
     run_file = _make(tmp_path, 2, dropout=0.1)
-    assert run_ranks(run_rank, 2, str(run_file), LAST - 1, allow_kill=True) == [KILLED] * 2
+    assert run_ranks(record_run, 2, str(run_file), kill_after=LAST - 1, allow_kill=True) == [KILLED] * 2
     _share(run_file, 1)
-    run_ranks(run_rank, 1, str(run_file))  # which reads the same rows
+    run_ranks(record_run, 1, str(run_file))  # which reads the same rows
     [probe] = [r["probe"] for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if "probe" in r]
     assert probe.startswith("its loss cannot be compared on other ranks: the model drops out at random")

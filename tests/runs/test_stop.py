@@ -7,9 +7,9 @@ import pytest
 from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.run_files import read_exit, stop_file
+from tests.harness import Stop, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
-from tests.runs.starts import Stop, start
+from tests.runs.results import trace
 from tests.scenario import make_run
 from tests.tiers import slow_but
 
@@ -27,7 +27,7 @@ STOPS = {
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run that was never stopped."""
     run_file = make_run(tmp_path_factory.mktemp("straight"), steps=STEPS, save_every="100 steps")
-    run_ranks(run_rank, 2, str(run_file))
+    run_ranks(record_run, 2, str(run_file))
     return run_file.parent / "out"
 
 

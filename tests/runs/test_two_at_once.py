@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint import snapshot, universal
@@ -20,12 +18,11 @@ from ds_pretrain.checkpoint.retention import prune
 from ds_pretrain.checkpoint.storage import Places
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
-from ds_pretrain.training.saver import Saver
+from tests import harness
 from tests.checkpoint import test_restore as test_store
+from tests.harness import Record, Stop, start
 from tests.ranks import run_ranks
-from tests.runs import elastic
 from tests.runs.chaos import look
-from tests.runs.starts import Ended, start
 from tests.scenario import make_run, write_corpus
 from tests.tiers import slow
 
@@ -99,41 +96,20 @@ def test_p21_a_shard_that_is_lost_before_publication_fails_the_save_loudly(tmp_p
     assert (tmp_path / "latest").read_text() == f"{step_name(3)}\n"
 
 
-def _save_asked_of(world: World, run_file: str, asked: int) -> tuple[Ended, list[int]]:
-    """SIGUSR1 to one rank, after step 3; the steps at which this rank saved."""
-    saved: list[int] = []
-    save, measure = Saver.save, train_module.measure
-
-    def saving(self: Saver, state: Any, *more: Any) -> None:
-        saved.append(state.step)
-        save(self, state, *more)
-
-    def measured(*args: Any) -> Any:
-        found = measure(*args)
-        if found[0].step == 3 and world.rank == asked:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saver, "save", saving)
-        patch.setattr(train_module, "measure", measured)
-        return start(world, run_file), saved
-
-
 @pytest.mark.parametrize("asked", [slow(0), 1])
 def test_p23_a_save_that_one_rank_is_asked_for_is_saved_by_all_at_one_step(
     tmp_path: Path, asked: int
 ) -> None:
     run_file = make_run(tmp_path, steps=6, save_every="100 steps")
-    for ended, saved in run_ranks(_save_asked_of, 2, str(run_file), asked):
+    for ended in run_ranks(start, 2, str(run_file), stop=Stop("SIGUSR1", asked, 3)):
         assert ended.code == EXIT_FINISHED
-        assert saved == [1, 4, 6]
+        assert ended.saves == [1, 4, 6]
     assert look(tmp_path / "out").torn == ()
     names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step_*"))
     assert names == [step_name(step) for step in (1, 4, 6)]
 
 
-def _start_on_its_own_disk(world: World, folder: str) -> Ended:
+def _start_on_its_own_disk(world: World, folder: str) -> Record:
     """The same words on both ranks; each host has its own disk under the paths in them."""
     os.chdir(Path(folder) / f"host_{world.rank}")
     return start(world, "run.toml")
@@ -177,7 +153,7 @@ def test_p40_two_prepares_of_one_corpus_at_once_leave_one_whole_corpus(tmp_path:
 
 
 def _convert_at_once(world: World, folder: str) -> str:
-    convert._run_tool = elastic.tool_in_this_process
+    convert._run_tool = harness.tool_in_this_process
     barrier(world)
     try:
         convert.convert(Path(folder))

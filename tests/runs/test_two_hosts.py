@@ -8,8 +8,9 @@ import pytest
 
 from ds_pretrain.core.errors import EXIT_PREEMPTED
 from ds_pretrain.core.run_files import read_exit, read_ranks
+from tests.harness import record_run
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.scenario import make_run
 from tests.two_hosts import two_hosts
 
@@ -18,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_zero3_over_two_hosts_gives_the_losses_of_one_host(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run")
-    run_ranks(run_rank, 2, str(run_file), None, (f"out={tmp_path}/one",))
+    run_ranks(record_run, 2, str(run_file), (f"out={tmp_path}/one",))
     out = tmp_path / "two"
     with two_hosts(tmp_path) as hosts:
         words = ["train", str(run_file), "--hostfile", str(hosts.hostfile), f"out={out}"]
@@ -36,7 +37,7 @@ def test_p22_a_host_that_lost_its_disk_fetches_its_shards_and_the_run_is_bitwise
 ) -> None:
     """Each host saves to a disk of its own; the copies in the run directory bring them together."""
     run_file = make_run(tmp_path / "run")
-    run_ranks(run_rank, 2, str(run_file), None, (f"out={tmp_path}/one",))
+    run_ranks(record_run, 2, str(run_file), (f"out={tmp_path}/one",))
     out = tmp_path / "two"
     with two_hosts(tmp_path) as hosts:
         words = ["train", str(run_file), "--hostfile", str(hosts.hostfile), f"out={out}"]

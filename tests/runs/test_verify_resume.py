@@ -12,27 +12,24 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import published, step_of
 from ds_pretrain.commands.cli import main
 from ds_pretrain.commands.verify_resume import Place, covered, first_difference, verify_resume
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.distributed import World
-from ds_pretrain.core.errors import InputError, Preempted
+from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.engine import partitions
-from ds_pretrain.training.resume import Wish
+from tests.harness import record_run
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, make_run
 from tests.tiers import slow_but
 
 K = 2
 NO_DROPOUT = {**LLAMA, "attention_dropout": 0.0}  # so that a random stream bears on nothing else
-Plant = Callable[[World, list[Any], pytest.MonkeyPatch], None]  # does harm to a start that has resumed
+Plant = Callable[[World, Any, pytest.MonkeyPatch], None]  # does harm to a start that has resumed
 
 
 @pytest.mark.slow
@@ -71,32 +68,11 @@ def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> 
     assert not (tmp_path / "run/out.verify-resume").exists()
 
 
-def _train(world: World, run_file: str, overrides: Sequence[str], flags: Sequence[str], plant: Any) -> int:
-    """One start, as `train.main` makes it; `plant` acts once a checkpoint has been restored."""
-    engines: list[Any] = []
-    patch = pytest.MonkeyPatch()
-    open_engine, restore = train_module.open_run_engine, store.restore
-
-    def opened(*args: Any) -> Any:
-        engines.append(open_engine(*args))
-        return engines[-1]
-
-    def restored(*args: Any) -> Any:
-        state = restore(*args)
-        if plant is not None:
-            plant(world, engines, patch)
-        return state
-
-    patch.setattr(train_module, "open_run_engine", opened)
-    patch.setattr(store, "restore", restored)
-    plan = load_plan(run_file, overrides)
-    wish = Wish(stop_after=int(flags[flags.index("--stop-after") + 1]))
-    with StopSignal(plan.out, world) as stop:
-        try:
-            train_module.train(plan, world, stop, run_lock(plan.out), wish)
-        except Preempted as error:
-            return error.exit_code
-    return 0
+def _launch(run_file: str, overrides: Sequence[str], flags: Sequence[str], plant: Any = None) -> int:
+    """Two ranks that `plant` acts on once a checkpoint has been restored; their exit code."""
+    last = int(flags[flags.index("--stop-after") + 1])
+    options: dict[str, Any] = {"stop_after": last, "plant": plant}
+    return int(run_ranks(record_run, 2, run_file, tuple(overrides), **options)[0].code)
 
 
 LONG = """
@@ -113,18 +89,17 @@ rope = { theta = 5e4 }
 def test_from_a_checkpoint_of_the_run_a_resume_on_a_change_of_phase_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_file = make_run(tmp_path, save_every="4 steps")
-    run_file.write_text(run_file.read_text().replace("[validation]", f"{LONG}[validation]"))
-    run_ranks(_train, 2, str(run_file), (), ("--stop-after", "5"), None)
+    run_file = make_run(tmp_path, save_every="4 steps", extra=LONG)
+    _launch(str(run_file), (), ("--stop-after", "5"))
     kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
     resumed: list[str] = []
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
-        codes = run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)
+        code = _launch(str(run_file), overrides, flags)
         out = tmp_path / "out.verify-resume" / "run"
         events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "resume"]
         resumed.append(f"{events[-1]['checkpoint']}: {events[-1]['probe']}")
-        return int(codes[0])
+        return code
 
     assert verify_resume(str(run_file), (), K, start, begin=4) == 0
     assert [line.partition(": ")[0] for line in resumed] == ["step_000000004", "step_000000006"]
@@ -150,9 +125,9 @@ def test_what_is_saved_at_a_phases_end_between_the_two_saves_is_out_of_the_secon
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
         found.append(published_steps(place))
-        codes = run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)
+        code = _launch(str(run_file), overrides, flags)
         found.append(published_steps(place))
-        return int(codes[0])
+        return code
 
     assert verify_resume(str(run_file), (), K, start) == 0, capsys.readouterr().out
     assert found == [[], [4, 3, 2, 1], [2, 1], [4, 3, 2, 1]]
@@ -212,7 +187,7 @@ def test_a_second_launch_that_did_not_go_on_from_the_middle_proves_nothing(
 
 def test_a_branch_is_proven_from_its_first_checkpoint_which_has_its_parents_past(tmp_path: Path) -> None:
     """And so is a run whose plan ahead of the checkpoint has changed since."""
-    run_ranks(_train, 2, str(make_run(tmp_path, save_every="4 steps")), (), ("--stop-after", "4"), None)
+    _launch(str(make_run(tmp_path, save_every="4 steps")), (), ("--stop-after", "4"))
     run_file = tmp_path / "cool.toml"
     text = (tmp_path / "run.toml").read_text().replace('name = "tiny"', 'name = "cool"')
     text = text.replace("12 steps", "9 steps")
@@ -220,7 +195,7 @@ def test_a_branch_is_proven_from_its_first_checkpoint_which_has_its_parents_past
     assert main(["branch", str(tmp_path / "out"), "--at", "4", str(run_file)]) == 0
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
-        return int(run_ranks(_train, 2, str(run_file), tuple(overrides), tuple(flags), None)[0])
+        return _launch(str(run_file), overrides, flags)
 
     assert verify_resume(str(run_file), (), K, start, begin=4) == 0
     with pytest.raises(AssertionError, match="`seed` is 8, but the run of"):
@@ -239,22 +214,22 @@ def test_what_was_proven_is_told_by_phase_and_batch() -> None:
     assert next(covered(timeline, 4, 8)).endswith("steps 5 to 8: main (128 tokens a step)")
 
 
-def nothing(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+def nothing(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
     """No harm."""
 
 
-def draws_a_random_number(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+def draws_a_random_number(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
     if world.rank == 1:
         random.random()
 
 
-def spoils_a_moment(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
-    for part in partitions.parts(engines[0]._engine):
+def spoils_a_moment(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
+    for part in partitions.parts(engine._engine):
         if part.name == "lm_head.weight":
             part.moments["exp_avg"].mul_(1.5)
 
 
-def reads_other_samples(world: World, engines: list[Any], patch: pytest.MonkeyPatch) -> None:
+def reads_other_samples(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
     ids = Sampler.ids
     patch.setattr(Sampler, "ids", lambda self, step, ledger: ids(self, step + (step == 2 * K - 1), ledger))
 
@@ -280,8 +255,7 @@ def test_what_a_resume_changes_is_named(
     plants = iter([None, plant])
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
-        codes = run_ranks(_train, 2, run_file, tuple(overrides), tuple(flags), next(plants))
-        return int(codes[0])
+        return _launch(run_file, overrides, flags, next(plants))
 
     assert verify_resume(run_file, (), K, start) == 1
     said = capsys.readouterr().out.splitlines()

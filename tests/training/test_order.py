@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.small import NO_DROPOUT
+from tests.harness import record_run
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.scenario import make_run
 
 
@@ -15,7 +16,7 @@ def test_any_number_of_ranks_trains_on_the_same_batches(tmp_path: Path) -> None:
     for num_ranks in (1, 2, 3):
         folder = tmp_path / str(num_ranks)
         run_file = make_run(folder, steps=5, micro_sequences=1, batch_tokens=16 * 6, model=NO_DROPOUT)
-        orders += [samples for _, _, samples in run_ranks(run_rank, num_ranks, str(run_file))]
+        orders += [ended.samples for ended in run_ranks(record_run, num_ranks, str(run_file))]
         traces[num_ranks] = trace(folder / "out")
     assert len(orders) == 6
     assert all(samples == orders[0] for samples in orders)

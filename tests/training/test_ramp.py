@@ -26,8 +26,9 @@ from tests.engine.small import (
     uneven_batch,
     whole_weights,
 )
+from tests.harness import record_run
 from tests.ranks import run_ranks
-from tests.runs.golden import run_rank, trace
+from tests.runs.results import trace
 from tests.scenario import make_run
 from tests.tiers import slow, slow_but
 
@@ -126,7 +127,7 @@ def test_a_run_whose_batch_rises_four_times_is_plain_torch_on_the_same_samples(
     run_file = _with_ramp(made)
     losses, norms, tokens = _whole_run(run_file)
     assert tokens == [32] * 2 + [64] * 2 + [96] * 2 + [128] * 2 + [160] * 3
-    run_ranks(run_rank, num_ranks, run_file)
+    run_ranks(record_run, num_ranks, run_file)
     records = trace(tmp_path / "out")
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-5)

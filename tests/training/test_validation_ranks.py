@@ -18,8 +18,9 @@ from ds_pretrain.training.preflight import prepare_inputs
 from ds_pretrain.training.setup import open_run_engine, validation_sets
 from ds_pretrain.training.validation import evaluate
 from tests.engine.small import whole_model
+from tests.harness import record_run
 from tests.ranks import run_ranks, run_ranks_each
-from tests.runs.golden import run_rank, trace, validations
+from tests.runs.results import trace, validations
 from tests.scenario import deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -37,7 +38,7 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
             yield micro
 
     patch.setattr(evaluation_module, "validation_batches", watched)
-    digest, _, _ = run_rank(world, run_file, None, overrides)
+    digest = record_run(world, run_file, overrides).digest
     patch.undo()
     return digest, passes
 
@@ -209,8 +210,8 @@ def test_a_run_puts_positions_and_keys_on_file_where_it_is_asked_to(tmp_path: Pa
     for name, asked in (("asked", ("validation.retrieval=true",)), ("plain", ())):
         run_file = make_run(tmp_path / name, steps=4, batch_tokens=256)
         overrides = ("phases.0.seq_len=64", "batch.micro_sequences=1", "validation.every=4 steps", *asked)
-        calls.append((str(run_file), None, overrides))
-    run_ranks_each(run_rank, 2, *calls)
+        calls.append((str(run_file), overrides))
+    run_ranks_each(record_run, 2, *calls)
     asked_for, plain = (
         next(r for r in read_metrics(tmp_path / name / "out/metrics.jsonl") if r["event"] == "validation")
         for name in ("asked", "plain")
