@@ -32,9 +32,9 @@ from ds_pretrain.checkpoint.verify import (
     Found,
     assemble,
     broken_reason,
-    each_looks,
     found_at_step,
     found_in_folder,
+    look_everywhere,
     recover,
     rename_broken,
 )
@@ -62,9 +62,9 @@ def find(
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = each_looks(places.root, world, lambda: _steps_here(places, world))
+    told = look_everywhere(places.root, world, lambda: _steps_here(places, world))
     remote = places.remote if world.is_main else None
-    shipped = each_looks(places.root, world, lambda: [] if remote is None else remote.steps())[0]
+    shipped = look_everywhere(places.root, world, lambda: [] if remote is None else remote.steps())[0]
     passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
         outcome = found_at_step(places, step, world)
@@ -233,7 +233,7 @@ def _set_aside(places: Places, step: int, reason: str, world: World) -> None:
     """Rename what there is of a broken checkpoint, on every host. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
-    told = each_looks(
+    told = look_everywhere(
         folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
     )
     names = [name for name in told if name is not None]

@@ -74,8 +74,10 @@ def found_at_step(places: Places, step: int, world: World) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
     leads = places.leads(world)
-    hosts = each_looks(folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen())
-    there = each_looks(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
+    hosts = look_everywhere(
+        folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen()
+    )
+    there = look_everywhere(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
     choices = {seen.text: seen.manifest for seen in hosts if seen.text is not None and seen.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
     if there.text is not None and there.manifest is not None:
@@ -94,7 +96,7 @@ def found_at_step(places: Places, step: int, world: World) -> Found | str:
 
 def found_in_folder(path: Path, world: World) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
-    seen = each_looks(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
+    seen = look_everywhere(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
     if seen.text is None or seen.manifest is None:
         return seen.reason or "it has no manifest"
     copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_shipped=False)
@@ -202,7 +204,7 @@ def _look(look: Callable[[], Sight]) -> Sight:
         raise InputError(str(error)) from error
 
 
-def each_looks(folder: Path, world: World, look: Callable[[], Sight]) -> list[Sight]:
+def look_everywhere(folder: Path, world: World, look: Callable[[], Sight]) -> list[Sight]:
     """What each rank sees of a checkpoint. Collective.
 
     Raises:
@@ -242,7 +244,7 @@ def _judge(copy: _Copy, places: Places, world: World) -> Found | str:
     reason = None
     if not places.per_host or manifest.world_size == world.size:
         share = places.share(manifest, world)
-        told = each_looks(copy.folder, world, lambda: _wrong(copy, share, places))
+        told = look_everywhere(copy.folder, world, lambda: _wrong(copy, share, places))
         reason = next((reason for found in told for reason in found.values()), None)
         if reason is None:
             return _open(copy, places, world)
@@ -281,7 +283,7 @@ def _complete(copy: _Copy, wrong: Sequence[str], reason: str, places: Places, wo
     assert remote is not None
     log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
     is_stale = leads and not copy.is_here
-    each_looks(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
+    look_everywhere(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
     building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)
     mine = {name: [remote] for name in wrong}
     problem = _build(building, folder, mine, copy.manifest, copy.text, leads, world)
@@ -306,7 +308,9 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
 
     def look(read: Callable[[str], bytes | None], is_mine: bool) -> list[dict[str, bytes]]:
-        return each_looks(folder, world, lambda: _read_listed(copy.manifest, names, read) if is_mine else {})
+        return look_everywhere(
+            folder, world, lambda: _read_listed(copy.manifest, names, read) if is_mine else {}
+        )
 
     texts = look(read_here, here)
     if copy.is_shipped and remote is not None and any(all(n not in found for found in texts) for n in names):

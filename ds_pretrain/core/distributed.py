@@ -20,6 +20,7 @@ from ds_pretrain.core.errors import InputError, RunError, agreed
 
 Result = TypeVar("Result")
 PROGRESS_SECONDS = 30.0
+_MOST_TOLD = 8  # ranks may fail by the thousand, for one reason
 
 log = logging.getLogger("ds_pretrain")
 EVERY_RANK: Final = {"every_rank": True}  # `extra` of a record that any rank logs, not rank 0 alone
@@ -199,7 +200,8 @@ def _unwrap(outcomes: Sequence[_Outcome]) -> list[Any]:
     )
     if all(outcome.is_input for outcome in failed):
         raise agreed(InputError(problems))
-    raise agreed(RunError("; ".join(problems)))
+    more = [f"{len(problems) - _MOST_TOLD} more like these"] if len(problems) > _MOST_TOLD else []
+    raise agreed(RunError("; ".join([*problems[:_MOST_TOLD], *more])))
 
 
 def barrier(world: World) -> None:

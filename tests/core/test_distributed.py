@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_pretrain.core.distributed import World, on_each_rank, on_main, share_of
+from ds_pretrain.core.distributed import World, _Outcome, _unwrap, on_each_rank, on_main, share_of
 from ds_pretrain.core.errors import CannotSave, InputError, RunError
 from tests.ranks import run_ranks
 
@@ -63,3 +63,8 @@ def test_a_failure_of_any_kind_on_one_rank_is_one_error_on_every_rank(tmp_path: 
 def test_one_rank_alone_gets_its_own_error() -> None:
     with pytest.raises(CannotSave, match="full"):
         on_each_rank(World(), lambda: _raise(CannotSave("full")))
+
+
+def test_ranks_that_fail_by_the_thousand_are_told_in_a_few() -> None:
+    with pytest.raises(RunError, match=r"^rank 0: no disk 0; .*; rank 7: no disk 7; 992 more like these$"):
+        _unwrap([_Outcome(problems=(f"no disk {rank}",)) for rank in range(1000)])
