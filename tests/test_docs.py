@@ -45,6 +45,21 @@ def test_every_file_that_the_documentation_links_to_exists() -> None:
     assert missing == []
 
 
+def test_every_module_that_the_documentation_names_exists() -> None:
+    there = {
+        path.name
+        for folder in ("ds_pretrain", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    missing = [
+        (page.name, name)
+        for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+        for name in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", page.read_text())
+        if name not in there
+    ]
+    assert missing == []
+
+
 def test_the_exit_code_table_of_the_readme_is_that_of_the_code() -> None:
     from ds_pretrain.core import errors
 

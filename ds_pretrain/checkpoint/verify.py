@@ -148,7 +148,9 @@ def recover(root: Path) -> Iterator[str]:
     When a step is saved again, the old checkpoint gives up its name before the new one gets it: between the
     two, both are whole and neither has it. The manifest is written once all else is on disk.
     """
-    partials = sorted(root.glob(f"step_*{PARTIAL}"), key=lambda path: path.name.endswith(REPLACED))
+    partials = sorted(
+        root.glob(f"step_*{PARTIAL}"), key=lambda path: (path.name.endswith(REPLACED), path.name)
+    )
     for folder in partials:
         if folder.name.endswith(DOOMED):
             continue
