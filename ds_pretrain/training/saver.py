@@ -4,6 +4,7 @@ import contextlib
 import json
 import platform
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ from ds_pretrain.training.record import RunRecord, note_saved
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
 PINNED_ROUNDING = {"cuda": 2}
 _MEASURED_SAVES = 3  # intervals, before anything is said of how often to save
+_MOST_MEASURED = 1000  # saves: a run has many, and older ones may be of other hardware
 RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
 PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
 STOP_PATIENCE_SECONDS = 10.0  # at a stop: whoever asked for it may not wait long
@@ -123,7 +125,8 @@ class Saver:
         self._shipping = shipping
         self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
         self._restore_seconds = restore_seconds
-        self._measured: list[tuple[float, Outcome]] = []  # begin and costs of the published saves
+        # When the newest published saves began, how long each stalled training, and took in all.
+        self._measured: deque[tuple[float, float, float]] = deque(maxlen=_MOST_MEASURED)
         self._warned = False  # of saves that stall training for too long
         self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
 
@@ -275,18 +278,19 @@ class Saver:
     def _cost_lines(self, outcome: Outcome) -> Iterator[str]:
         """Take the costs of a published save; what follows for how often to save, each thing once a start."""
         section = self._plan.run.checkpoint
-        self._measured.append((monotonic() - outcome.total_seconds, outcome))
-        begins = [began for began, _ in self._measured]
+        stall_seconds, total_seconds = outcome.stall_seconds, outcome.total_seconds
+        self._measured.append((monotonic() - total_seconds, stall_seconds, total_seconds))
+        begins = [began for began, _, _ in self._measured]
         intervals = [later - earlier for earlier, later in pairwise(begins)]
         if len(intervals) < _MEASURED_SAVES:
             return
-        stall = median(saved.stall_seconds for _, saved in self._measured[1:])  # the first allocates buffers
+        stall = median(stalled for _, stalled, _ in [*self._measured][1:])  # the first allocates buffers
         warning = None if self._warned else stall_warning(stall, median(intervals), section.stall_share)
         if warning is not None:
             self._warned = True
             yield warning
         if section.mtbf is not None and len(intervals) == _MEASURED_SAVES:
-            complete = median(saved.total_seconds for _, saved in self._measured)
+            complete = median(total for _, _, total in self._measured)
             costs = Costs(stall, complete, self._restore_seconds, section.mtbf.seconds)
             yield from advice_lines(costs, median(intervals))
 
