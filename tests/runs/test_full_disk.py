@@ -94,7 +94,7 @@ def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed
         int(number.replace(",", ""))
         for number in re.findall(r"needs ([\d,]+) bytes, and its disk has ([\d,]+) left", told)[0]
     )
-    assert 0 <= free < needed < DISK_BYTES
+    assert 0 <= free <= needed < DISK_BYTES
     assert re.search(
         r"checkpoint of step 6 was not saved: .* has [\d,]+ bytes free, and a checkpoint needs [\d,]+; "
         r"the one before it is intact \(2 of 3",
@@ -110,4 +110,7 @@ def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed
 
     straight = make_run(tmp_path / "straight", **OPTIONS, deepspeed=deepspeed_json(stage))
     assert [ended.code for ended in run_ranks(start, 2, str(straight))] == [EXIT_FINISHED] * 2
-    assert trace(out) == trace(straight.parent / "out")
+    found, wanted = ({r["step"]: r for r in trace(folder)} for folder in (out, straight.parent / "out"))
+    assert {step: wanted[step] for step in found} == found
+    # The metrics lie on the same disk: while it is full, a line may be lost.
+    assert {1, 2, 3, 7, 8} <= found.keys()
