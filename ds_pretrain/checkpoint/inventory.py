@@ -25,6 +25,7 @@ from ds_pretrain.core.files import checksum, write_atomic
 
 VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
 _HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "calm", "pinned", "shipped", "verified")
+_UNCHECKED = "it cannot be checked"  # which says nothing against a checkpoint
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def table(found: Sequence[Entry], now: datetime) -> Iterator[str]:
         if entry.step in rows:
             yield _aligned(rows[entry.step], widths)
         else:
-            yield f"{entry.step:>{widths[0]},}  BROKEN: {entry.reason}"
+            word = "" if (entry.reason or "").startswith(_UNCHECKED) else "BROKEN: "
+            yield f"{entry.step:>{widths[0]},}  {word}{entry.reason}"
 
 
 def chosen(root: Path, step: int) -> Path:
@@ -161,14 +163,14 @@ def _look(folder: Path) -> Seen:
         files = seen.manifest.files if seen.manifest is not None else {}
         return replace(seen, reason=first_wrong(folder, files, "sizes") or seen.reason)
     except (OSError, UnknownVersion) as error:
-        return Seen(reason=f"it cannot be checked ({error})")
+        return Seen(reason=f"{_UNCHECKED} ({error})")
 
 
 def _look_there(remote: Remote, step: int) -> Seen:
     try:
         return check_manifest(remote.read(step, MANIFEST) or b"", step)
     except UnknownVersion as error:
-        return Seen(reason=f"it cannot be checked ({error})")
+        return Seen(reason=f"{_UNCHECKED} ({error})")
 
 
 def _row(entry: Entry, manifest: Manifest, now: datetime) -> tuple[str, ...]:

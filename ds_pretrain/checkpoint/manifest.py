@@ -26,7 +26,7 @@ SOURCE_MANIFEST = "source_manifest.json"  # of the checkpoint that a universal o
 _WORKSPACE = ".universal-unfinished"
 _STEP = re.compile(r"step_(\d{9,})")
 _RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")
-_VERSION = 1
+_VERSION = 2
 Sealed = TypeVar("Sealed", "Manifest", "UniversalManifest")
 
 
@@ -106,7 +106,7 @@ def parse_universal(text: str) -> UniversalManifest:
 
 
 class UnknownVersion(ValueError):
-    """A newer program may know it: not a broken checkpoint."""
+    """Another version of the program wrote it and may know it: not a broken checkpoint."""
 
 
 def seal(fields: Mapping[str, Any]) -> str:
@@ -135,7 +135,8 @@ def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
     try:
         value = read_as(kind, json.dumps(data))
     except ValueError as error:
-        raise ValueError(f"{what} lacks or does not know a field: {error}") from None
+        # It is as it was written, so it is not damaged.
+        raise UnknownVersion(f"{what} lacks or does not know a field: {error}") from None
     for name in value.files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:

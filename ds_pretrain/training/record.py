@@ -93,7 +93,9 @@ def read_record(out: Path) -> RunRecord | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
-            raise ValueError(f"it is no record of version {_VERSION}")
+            raise ValueError(
+                f"it is no record of version {_VERSION}: another version of ds_pretrain goes on with it"
+            )
         return read_as(RunRecord, json.dumps(data))
     except (FileNotFoundError, NotADirectoryError):  # the latter: a folder that cannot be, no lost record
         return None

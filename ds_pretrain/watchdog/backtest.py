@@ -63,6 +63,7 @@ def read_csv(path: Path) -> list[Point]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
+            reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or []]
             if not {"step", "loss"} <= set(columns := reader.fieldnames or []):
                 problems.append(f"{path} has the columns {columns}; expected step, loss and maybe grad_norm")
             for row in () if problems else reader:

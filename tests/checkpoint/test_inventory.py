@@ -181,7 +181,7 @@ def test_a_disk_that_does_not_answer_is_said_in_the_list(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(inventory, "first_wrong", fails)
-    assert "  20  BROKEN: it cannot be checked ([Errno 5] Input/output error)" in list(listed(root))
+    assert "  20  it cannot be checked ([Errno 5] Input/output error)" in list(listed(root))
 
 
 def test_a_manifest_of_another_step_at_the_place_is_broken(tmp_path: Path) -> None:

@@ -742,7 +742,7 @@ def _break_manifest(folder: Path) -> str:
 
 def _write_newer_version(folder: Path) -> str:
     text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (folder / "manifest.json").write_text(text.replace('"version": 2', '"version": 3'))
     return "its manifest cannot be read: its manifest has a version that this program does not know"
 
 

@@ -623,7 +623,10 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
             {"num_inherited": -1},
             "(`num_inherited`: Input should be greater than or equal to 0, found -1); put an",
         ),
-        ({"version": 2}, "run.json cannot be read (it is no record of version 1); put an intact copy back"),
+        (
+            {"version": 2},
+            "run.json cannot be read (it is no record of version 1: another version of ds_pretrain goes on",
+        ),
     ],
 )
 def test_a_run_record_of_wrong_types_is_said(

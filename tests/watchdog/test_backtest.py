@@ -43,6 +43,13 @@ def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
         read_csv(path)
 
 
+def test_the_columns_may_be_written_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    path.write_text("Step, Loss\n1,2.5\n")
+    [point] = read_csv(path)
+    assert (point.step, point.loss) == (1, 2.5)
+
+
 def test_blank_is_not_recorded_and_nan_is_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("step,loss,grad_norm,lr\n1,3.0,,\n2,nan,NaN,1e-3\n3,3.0,inf,\n4,,1.0,\n")
