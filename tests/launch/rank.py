@@ -58,4 +58,6 @@ def sum_of_ranks() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # as train does: threads that gloo leaves behind can abort the interpreter's own end
