@@ -40,7 +40,7 @@ ranks_, harness, tools, results, scenario = (
 INTERVAL, KILLS_A_RUN = 2, 12
 NEVER_PASSED = {"set the old one aside"}  # by a run that never saves a step twice
 NO_DROPOUT = {**scenario.LLAMA, "attention_dropout": 0.0}  # masks depend on which rank a sequence falls to
-OVERRIDES = ("checkpoint.keep=3", "validation.every='1000 steps'")
+OVERRIDES = ("checkpoint.keep_last=3", "validation.every='1000 steps'")
 SAME_LOSS = 1e-6
 
 
@@ -66,7 +66,7 @@ class Tally:
 
 def make(folder: Path, steps: int) -> Path:
     """A run that 1, 2 and 3 ranks can train; its run file."""
-    options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_sequences": 1, "model": NO_DROPOUT}
+    options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_batch_size": 1, "model": NO_DROPOUT}
     scenario.make_run(
         folder, steps=steps, save_every=f"{INTERVAL} steps", deepspeed=scenario.deepspeed_json(), **options
     )

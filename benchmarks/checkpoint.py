@@ -76,11 +76,11 @@ config = "{folder}/model.json"
 [schedule]
 kind = "cosine"
 length = "10 steps"
-peak = 1e-3
+peak_lr = 1e-3
 warmup = "1 steps"
 [batch]
 tokens = 512
-micro_sequences = 1
+micro_batch_size = 1
 [sources]
 noise = "{folder}/noise"
 [[phases]]

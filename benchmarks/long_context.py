@@ -84,16 +84,16 @@ out = "{folder}/{name}"
 deepspeed = "{root}/ds_configs/cpu.json"
 [model]
 config = "{model}"
-recompute = {recompute}
+activation_checkpointing = {recompute}
 [schedule]
 kind = "wsd"
 length = "{steps} steps"
-peak = {peak}
+peak_lr = {peak}
 warmup = "{warmup} steps"
 decay = "20%"
 [batch]
 tokens = {tokens}
-micro_sequences = {micro}
+micro_batch_size = {micro}
 [sources]
 text = {{ path = "{folder}/train", chunk_tokens = 1024 }}
 long = {{ path = "{folder}/train", min_document_tokens = 8192 }}
@@ -107,7 +107,7 @@ LONG_PHASE = f"""
 name = "long"
 start = "{MAIN_STEPS} steps"
 seq_len = 1024
-micro_sequences = 2
+micro_batch_size = 2
 mixture = {{ text = 0.3, long = 0.7 }}
 rope = {{ theta = 8e4 }}
 """
@@ -115,7 +115,7 @@ ENDING = """
 [checkpoint]
 every = "1_000_000 steps"
 [monitor]
-every = 50
+log_every = 50
 """
 
 

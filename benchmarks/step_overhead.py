@@ -54,11 +54,11 @@ config = "{root}/examples/llama_5m.json"
 [schedule]
 kind = "cosine"
 length = "{steps} steps"
-peak = 1e-3
+peak_lr = 1e-3
 warmup = "5 steps"
 [batch]
 tokens = 2048
-micro_sequences = {micro_sequences}
+micro_batch_size = {micro_batch_size}
 [sources]
 noise = "{folder}/noise"
 [[phases]]
@@ -159,7 +159,7 @@ def write_run(folder: Path, ranks: int, rounds: int) -> Path:
     writer.finish({"eos_id": 0})
     run_file = folder / "run.toml"
     steps = (rounds + 1) * BLOCK_STEPS
-    text = RUN.format(folder=folder, root=ROOT, steps=steps, micro_sequences=8 // ranks)
+    text = RUN.format(folder=folder, root=ROOT, steps=steps, micro_batch_size=8 // ranks)
     run_file.write_text(text)
     return run_file
 

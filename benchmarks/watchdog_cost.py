@@ -2,7 +2,8 @@
 
     python benchmarks/watchdog_cost.py [--ranks 2] [--steps 200]
 
-The loop is `ds_pretrain.train.train` itself with the watchdog acting, `drop_sigmas` set and a full window.
+The loop is `ds_pretrain.train.train` itself with the watchdog acting, `skip_update_sigmas` set, and a full
+window.
 Within its real steps the calls that are the watchdog's are timed: the limit for the norm, showing it to
 DeepSpeed, the judgement with all that is kept of each rank, and the note of healthy steps. Not on and off in
 turn: half a percent of a step is far below what steps differ by from one to the next, and what it adds are
@@ -57,11 +58,11 @@ config = "{root}/examples/nanogpt_llama.json"
 [schedule]
 kind = "cosine"
 length = "{steps} steps"
-peak = 1e-3
+peak_lr = 1e-3
 warmup = "5 steps"
 [batch]
 tokens = 768
-micro_sequences = {micro_sequences}
+micro_batch_size = {micro_batch_size}
 [sources]
 noise = "{folder}/noise"
 [[phases]]
@@ -71,7 +72,7 @@ mixture = {{ noise = 1.0 }}
 [checkpoint]
 every = "1_000_000 steps"
 [watchdog]
-drop_sigmas = 100.0
+skip_update_sigmas = 100.0
 """
 
 
@@ -142,7 +143,7 @@ def write_run(folder: Path, ranks: int, steps: int) -> Path:
     writer.add([random.integers(0, 66, 1_000) for _ in range(500)])
     writer.finish({"eos_id": 65})
     run_file = folder / "run.toml"
-    run_file.write_text(RUN.format(folder=folder, root=ROOT, steps=steps, micro_sequences=12 // ranks))
+    run_file.write_text(RUN.format(folder=folder, root=ROOT, steps=steps, micro_batch_size=12 // ranks))
     return run_file
 
 

@@ -174,7 +174,7 @@ def _train_from(state: RunState, run: _Run) -> None:
             raise NoProgress(
                 f"{num_attempted} steps were attempted and every update was dropped (gradients not "
                 "finite, or wild); nothing was learned since the checkpoint that this start began from: "
-                "lower schedule.peak, or check the data"
+                "lower schedule.peak_lr, or check the data"
             )
         _report(state, batch.ids.seq_len, run)
         stops = shared.stop or state.step == run.wish.stop_after
@@ -201,7 +201,7 @@ def _report(state: RunState, seq_len: int, run: _Run) -> None:
     is_last = step == plan.last_step
     validates = section is not None and (is_last or section.is_due(step, plan.timeline))
     if section is not None and validates:
-        sets, micro = run.validation[seq_len], plan.micro_sequences(step - 1)
+        sets, micro = run.validation[seq_len], plan.micro_batch_size(step - 1)
         found = evaluate(run.engine, sets, micro, run.world, section.retrieval)
         run.monitor.validation(step, found.losses, found.by_position, found.retrieval)
     if validates or is_last or plan.timeline.ends_phase(step):

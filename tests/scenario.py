@@ -34,12 +34,12 @@ z_loss = 1e-4
 [schedule]
 kind = "wsd"
 length = "{steps} steps"
-peak = 1e-2
+peak_lr = 1e-2
 warmup = "2 steps"
 decay = "25%"
 [batch]
 tokens = {batch_tokens}
-micro_sequences = {micro_sequences}
+micro_batch_size = {micro_batch_size}
 [sources]
 text = "{folder}/text"
 code = "{folder}/code"
@@ -53,9 +53,9 @@ tokens = 160
 sources = {{ held_out = "{folder}/held_out" }}
 [checkpoint]
 every = "{save_every}"
-keep = 20
+keep_last = 20
 [monitor]
-every = 1
+log_every = 1
 """
 
 
@@ -95,7 +95,7 @@ def make_run(
     name: str = "tiny",
     steps: int = 12,
     batch_tokens: int = 128,
-    micro_sequences: int = 2,
+    micro_batch_size: int = 2,
     save_every: str = "3 steps",
     deepspeed: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ def make_run(
         folder=folder,
         steps=steps,
         batch_tokens=batch_tokens,
-        micro_sequences=micro_sequences,
+        micro_batch_size=micro_batch_size,
         save_every=save_every,
     )
     for old, new in (replace or {}).items():

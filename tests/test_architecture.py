@@ -58,7 +58,8 @@ LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
 
 # What the DeepSpeed JSON owns, by its own names and by those that other trainers give it. `checkpoint` is a
-# section of both: how often to save is the run file's, how shards are written is the JSON's.
+# section of both: how often to save is the run file's, how shards are written is the JSON's. So is `activation_checkpointing`
+# (whether: the run file; how: the JSON), and `gradient_accumulation_steps`, which both derive and must agree on.
 OWNED_BY_DEEPSPEED = (
     {
         key
@@ -67,7 +68,7 @@ OWNED_BY_DEEPSPEED = (
     }
     | {"precision", "dtype", "fp16", "fp32", "mixed_precision", "zero", "zero_stage", "offload"}
     | {"clip", "clipping", "clip_grad", "grad_clip", "max_grad_norm", "beta1", "beta2", "lr", "scheduler"}
-) - {"checkpoint"}
+) - {"checkpoint", "activation_checkpointing", "gradient_accumulation_steps"}
 
 
 def test_the_package_has_its_rooms_and_nothing_beside_them() -> None:

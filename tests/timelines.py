@@ -18,7 +18,9 @@ def phase(name: str, seq_len: int, start: Duration | None = None) -> PhaseSectio
 
 def cosine(peak: float, length: int, warmup: int, floor: float) -> CosineSection:
     """A cosine in steps."""
-    return CosineSection(kind="cosine", length=steps(length), peak=peak, warmup=steps(warmup), floor=floor)
+    return CosineSection(
+        kind="cosine", length=steps(length), peak_lr=peak, warmup=steps(warmup), min_lr_ratio=floor
+    )
 
 
 def wsd(peak: float, length: int, warmup: int, decay: int, shape: Shape, floor: float) -> WsdSection:
@@ -26,9 +28,9 @@ def wsd(peak: float, length: int, warmup: int, decay: int, shape: Shape, floor: 
     return WsdSection(
         kind="wsd",
         length=steps(length),
-        peak=peak,
+        peak_lr=peak,
         warmup=steps(warmup),
         decay=steps(decay),
-        shape=shape,
-        floor=floor,
+        decay_shape=shape,
+        min_lr_ratio=floor,
     )

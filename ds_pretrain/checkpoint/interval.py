@@ -69,7 +69,8 @@ def stall_warning(stall_seconds: float, interval_seconds: float, share: float) -
     taken = f"{stall_seconds / interval_seconds:.1%}" if interval_seconds > 0 else "all"
     return (
         f"training stands still for {spoken(stall_seconds)} at a save, {taken} of the "
-        f"{spoken(interval_seconds)} between saves, and checkpoint.stall_share allows {share:.1%}: save less "
+        f"{spoken(interval_seconds)} between saves, and checkpoint.max_stall_fraction allows {share:.1%}: "
+        f"save less "
         "often (checkpoint.every), or give the hosts more free memory, so that saves are written behind"
     )
 

@@ -248,7 +248,7 @@ def without_secrets(text: str, options: object = None) -> str:
 
 
 def _setting(place: str) -> str:
-    return f"checkpoint.ship_to = {without_secrets(place)}"
+    return f"checkpoint.upload_to = {without_secrets(place)}"
 
 
 def _open(place: str, setting: str) -> tuple[Any, str]:

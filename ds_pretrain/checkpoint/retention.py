@@ -26,8 +26,8 @@ from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
-CALM = "calm"  # a file in a checkpoint's folder: enough healthy steps came after it
-SHIPPED = "shipped"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
+CALM = "known_good"  # a file in a checkpoint's folder: enough healthy steps came after it
+SHIPPED = "uploaded"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
 
 
 class WallClock:
@@ -92,7 +92,8 @@ def prune(
         if step in unshipped:
             log.warning(
                 f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
-                "are here; mend the place, or save less often or raise checkpoint.keep if it is too slow",
+                "are here; mend the place, or save less often or raise checkpoint.keep_last if it is too "
+                "slow",
                 extra=EVERY_RANK,
             )
         try:

@@ -58,7 +58,7 @@ class Shipper:
         self._is_closed = False
         if "://" not in place and Path(place).resolve() == root.resolve():
             raise InputError(
-                f"checkpoint.ship_to = {place}: checkpoints are saved there already; name another place"
+                f"checkpoint.upload_to = {place}: checkpoints are saved there already; name another place"
             )
 
     def start(self) -> None:

@@ -101,7 +101,7 @@ def _start_folder(out: Path, said: Path) -> Path:
 
 
 def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
-    model = plan.run.model.model_copy(update={"base": None})
+    model = plan.run.model.model_copy(update={"pretrained": None})
     run = plan.run.model_copy(update={"validation": None, "model": model})
     try:  # of what the run file names, its training data alone
         inputs = open_inputs(replace(plan, run=run))
@@ -116,7 +116,7 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         if name in known and known[name] != now
     ]
     cure = read_cure(out)
-    root = out / "checkpoints" if plan.run.checkpoint.local is None else plan.checkpoints
+    root = out / "checkpoints" if plan.run.checkpoint.local_dir is None else plan.checkpoints
     newest = _newest_state(root, cure.rollbacks)
     rollbacks, ledger = cure.rollbacks, cure.ledger
     if len(newest.rollbacks) > len(rollbacks):

@@ -144,15 +144,16 @@ def _read_parent(place: Remote, step: int) -> Parent:
 
 def _checkpoints_folder(plan: Plan) -> Path:
     """The folder that a start finds its checkpoints in: all hosts see it, also where each has its own."""
-    if plan.run.checkpoint.local is None:
+    if plan.run.checkpoint.local_dir is None:
         return plan.checkpoints
-    assert plan.ship_to is not None, "with a local folder, checkpoints are shipped"
-    if "://" in plan.ship_to:
+    assert plan.upload_to is not None, "with a local folder, checkpoints are shipped"
+    if "://" in plan.upload_to:
         raise InputError(
-            f"{plan.run_path}: checkpoint.local and checkpoint.ship_to = {plan.ship_to} leave no folder that "
-            "all hosts share; name a shared folder as ship_to, or leave `local` out"
+            f"{plan.run_path}: checkpoint.local_dir and checkpoint.upload_to = {plan.upload_to} leave no "
+            f"folder that "
+            "all hosts share; name a shared folder as upload_to, or leave `local` out"
         )
-    return Path(plan.ship_to)
+    return Path(plan.upload_to)
 
 
 def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> Iterator[str]:
@@ -190,8 +191,8 @@ def _overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
     section = plan.run.checkpoint
     places = {
         "out": plan.run.out,
-        "checkpoint.local": section.local,
-        "checkpoint.ship_to": section.ship_to,
+        "checkpoint.local_dir": section.local_dir,
+        "checkpoint.upload_to": section.upload_to,
     }
     for key, place in places.items():
         if place is None:
@@ -220,7 +221,7 @@ def _holder(parent: Parent, place: Path) -> str | None:
 
 def _shipped_problem(plan: Plan) -> str | None:
     """Why checkpoints of the new run cannot go to its place, as far as looking tells; a start proves it."""
-    place = plan.run.checkpoint.ship_to
+    place = plan.run.checkpoint.upload_to
     if place is None:
         return None
     with suppress(InputError, OSError):
@@ -228,7 +229,7 @@ def _shipped_problem(plan: Plan) -> str | None:
         found = (remote.label() or b"").decode(errors="replace")
         if found := found or "".join(f"step {step:,}" for step in remote.steps()[:1]):
             return (
-                f"{plan.run_path}: checkpoint.ship_to = {place} holds the checkpoints of another run "
+                f"{plan.run_path}: checkpoint.upload_to = {place} holds the checkpoints of another run "
                 f"({found[:200]}); give each run a place of its own"
             )
     return None

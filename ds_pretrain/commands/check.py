@@ -90,7 +90,7 @@ def interval_lines(plan: Plan) -> Iterator[str]:
     )
     costs = Costs(stall, complete, restore or 0.0, section.mtbf.seconds)
     yield from (f"           {line}" for line in advice_lines(costs, interval))
-    warning = None if interval is None else stall_warning(stall, interval, section.stall_share)
+    warning = None if interval is None else stall_warning(stall, interval, section.max_stall_fraction)
     if warning is not None:
         yield f"warning    {warning}"
 

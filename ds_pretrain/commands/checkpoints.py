@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
     )
     parser.add_argument(
-        "--shipped", action="store_true", help="list, verify, pin, unpin: at checkpoint.ship_to of a run file"
+        "--shipped",
+        action="store_true",
+        help="list, verify, pin, unpin: at checkpoint.upload_to of a run file",
     )
 
 
@@ -56,11 +58,11 @@ def checkpoint_root(run: Path) -> Path:
         return run if published(run) else run / "checkpoints"
     plan = load_plan(run)
     root = plan.out / "checkpoints"
-    if root.is_dir() or plan.ship_to is None:
+    if root.is_dir() or plan.upload_to is None:
         return root
     on_hosts = f"each host has its own in {plan.checkpoints}, " if plan.checkpoints != root else ""
     raise InputError(
-        f"{run}: there is no {root} here; {on_hosts}and what has been shipped is in {plan.ship_to}: ask "
+        f"{run}: there is no {root} here; {on_hosts}and what has been shipped is in {plan.upload_to}: ask "
         f"about that with --shipped, or name a folder of checkpoints instead of {run}"
     )
 
@@ -81,14 +83,14 @@ def parent_place(run: str) -> Path | Remote:
         if published(root) or not (path / "run.toml").is_file():
             return root
         raise InputError(
-            f"{run} holds no checkpoint; give the run file, whose checkpoint.ship_to says where they were "
+            f"{run} holds no checkpoint; give the run file, whose checkpoint.upload_to says where they were "
             "shipped to, or that place itself, a folder or a URL"
         )
     plan = load_plan(path)
     root = plan.out / "checkpoints"
-    if published(root) or plan.ship_to is None:
+    if published(root) or plan.upload_to is None:
         return root
-    return remote_at(plan.ship_to) if "://" in plan.ship_to else Path(plan.ship_to)
+    return remote_at(plan.upload_to) if "://" in plan.upload_to else Path(plan.upload_to)
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ class _Asked:
     def place(self) -> Remote:
         if not self.is_shipped:
             return folder_as_remote(self.root)
-        place = load_plan(self.run).ship_to
+        place = load_plan(self.run).upload_to
         if place is None:
             raise InputError(
-                f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there"
+                f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
             )
         return remote_at(place)
 

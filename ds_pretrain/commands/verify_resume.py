@@ -172,9 +172,9 @@ def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
     return [
         f"out={place.out}",
         f"checkpoint.every={middle} steps",  # the next multiple lies at or behind the last step, saved anyway
-        f"checkpoint.keep={_KEEP_ALL}",
-        "checkpoint.local=none",
-        "checkpoint.ship_to=none",
+        f"checkpoint.keep_last={_KEEP_ALL}",
+        "checkpoint.local_dir=none",
+        "checkpoint.upload_to=none",
         f"resume_from={origin or 'none'}",
         "monitor.wandb=off",
     ]

@@ -275,7 +275,7 @@ def check_ranks(
             f"`zero_optimization.zero_hpz_partition_size` = {partition} does not divide {world_size} ranks; "
             "set it to the number of GPUs of a node"
         )
-    source = "batch.tokens / (seq_len * micro_sequences * ranks)"
+    source = "batch.tokens / (seq_len * micro_batch_size * ranks)"
     yield from _owned(config, "gradient_accumulation_steps", accumulation, source, run_path)
 
 
@@ -315,7 +315,7 @@ def non_finite_advice(config: Mapping[str, Any], name: str) -> str:
     )
 
 
-def resolve_deepspeed(config: Mapping[str, Any], *, peak: float, micro_sequences: int) -> dict[str, Any]:
+def resolve_deepspeed(config: Mapping[str, Any], *, peak: float, micro_batch_size: int) -> dict[str, Any]:
     """The dict that the engine is opened with: the JSON, plus what the run file owns.
 
     The accumulation window is the caller's (`managed_gradient_accumulation` is false): DeepSpeed is told 1.
@@ -325,7 +325,7 @@ def resolve_deepspeed(config: Mapping[str, Any], *, peak: float, micro_sequences
     ours = {"train_batch_size", "sequence_parallel_size"}
     return {
         **{key: value for key, value in config.items() if key in DeepSpeedJson.model_fields.keys() - ours},
-        "train_micro_batch_size_per_gpu": micro_sequences,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "steps_per_print": None,
@@ -393,7 +393,7 @@ def _optimizer(sound: Mapping[str, Any], peak: float, run_path: str) -> Iterator
     params = optimizer.get("params", {})
     if (rate := params.pop("lr", None)) is not None:
         yield (
-            f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak = {peak}; "
+            f"`optimizer.params.lr` = {rate}, but {run_path} sets schedule.peak_lr = {peak}; "
             "delete it from the JSON: the run file owns the rate"
         )
     if params.pop("max_grad_norm", None) is not None:
@@ -411,10 +411,14 @@ def _batch(
         first = " in the first step, and others later: no number fits them all"
     yield from _owned(sound, "train_batch_size", sequences, f"batch.tokens / seq_len{first}", run_path)
     yield from _owned(
-        sound, "train_micro_batch_size_per_gpu", micro, f"batch.micro_sequences{first}", run_path
+        sound, "train_micro_batch_size_per_gpu", micro, f"batch.micro_batch_size{first}", run_path
     )
     yield from _owned(
-        sound, "gradient_accumulation_steps", accumulation, f"batch.accumulation{first}", run_path
+        sound,
+        "gradient_accumulation_steps",
+        accumulation,
+        f"batch.gradient_accumulation_steps{first}",
+        run_path,
     )
     if sound.get("managed_gradient_accumulation") is True:
         yield (

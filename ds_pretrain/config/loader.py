@@ -86,7 +86,7 @@ def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
     where = within + where
     kind, text = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        known = [field.alias or name for name, field in section.model_fields.items()]
+        known = list(section.model_fields)
         close = difflib.get_close_matches(where.split(".")[-1], known, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"known here: {listed(known)}"
         return f"unknown key `{where}`; {hint}"
@@ -108,7 +108,7 @@ def _locate(location: Sequence[Any], root: type[BaseModel]) -> tuple[str, type[B
             sections = kinds or sections
             continue
         keys.append(str(part))
-        fields = {field.alias or name: field for name, field in sections[0].model_fields.items()}
+        fields = sections[0].model_fields
         sections = (section_models(fields[part].annotation) if part in fields else []) or sections
     return ".".join(keys), sections[0]
 
@@ -137,7 +137,7 @@ def _apply(data: dict[str, Any], override: str, tables_by_path: Sequence[Sequenc
     path, equals, value = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        yield f"override {override!r} is not of the form section.key=value, like schedule.peak=2e-4"
+        yield f"override {override!r} is not of the form section.key=value, like schedule.peak_lr=2e-4"
         return
     node: Any = data
     for depth, key in enumerate(keys[:-1]):

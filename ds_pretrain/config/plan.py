@@ -46,7 +46,7 @@ CHANGEABLE = (
     "schedule",
     "sources",
     "model.z_loss",
-    "model.recompute",
+    "model.activation_checkpointing",
     "model.attention",
     "model.decay_embeddings",
     "probe",
@@ -72,7 +72,7 @@ class Plan:
     def resolved_deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON with the values that the run file owns filled in, as the engine takes it."""
         return resolve_deepspeed(
-            self.deepspeed, peak=self.run.schedule.peak, micro_sequences=self.run.batch.micro_sequences
+            self.deepspeed, peak=self.run.schedule.peak_lr, micro_batch_size=self.run.batch.micro_batch_size
         )
 
     @property
@@ -82,25 +82,25 @@ class Plan:
     @property
     def checkpoints(self) -> Path:
         """Where a host saves: in the run directory, or in a folder of its own that no other run uses."""
-        local = self.run.checkpoint.local
+        local = self.run.checkpoint.local_dir
         if local is None:
             return self.out / "checkpoints"
         return Path(local) / f"{self.run.name}-{sha256(str(self.out.absolute()).encode()).hexdigest()[:8]}"
 
     @property
-    def ship_to(self) -> str | None:
+    def upload_to(self) -> str | None:
         """Where checkpoints are copied to."""
         section = self.run.checkpoint
-        shared = str(self.out / "checkpoints") if section.local is not None else None
-        return section.ship_to or shared
+        shared = str(self.out / "checkpoints") if section.local_dir is not None else None
+        return section.upload_to or shared
 
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
         return self.run.phase(self.timeline.at(step).phase)
 
-    def micro_sequences(self, step: int) -> int:
+    def micro_batch_size(self, step: int) -> int:
         """Sequences of a micro-batch of that update."""
-        return self.run.micro_sequences(self.timeline.at(step).phase)
+        return self.run.micro_batch_size(self.timeline.at(step).phase)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -118,14 +118,14 @@ class Plan:
         return self.schedule.rate(num_updates) * self.rate_factor(step)
 
     def rate_factor(self, step: int) -> float:
-        """What `batch.rate_rule` multiplies the rate of that update by."""
+        """What `batch.lr_scaling` multiplies the rate of that update by."""
         batch = self.run.batch
-        return rule_factor(batch.rate_rule, self.timeline.at(step).tokens_per_step, self.rate_tokens)
+        return rule_factor(batch.lr_scaling, self.timeline.at(step).tokens_per_step, self.lr_reference_tokens)
 
     @property
-    def rate_tokens(self) -> int:
+    def lr_reference_tokens(self) -> int:
         """The batch that the peak of the schedule is meant for."""
-        return self.run.batch.rate_tokens or self.run.batch.tokens
+        return self.run.batch.lr_reference_tokens or self.run.batch.tokens
 
     @property
     def chunk_tokens(self) -> dict[str, int]:
@@ -176,9 +176,9 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     problems += check_deepspeed(
         tables["deepspeed"],
         run.deepspeed,
-        peak=run.schedule.peak,
-        sizes=[(segment.sequences, run.micro_sequences(segment.phase)) for segment in timeline.segments],
-        accumulation=run.batch.accumulation,
+        peak=run.schedule.peak_lr,
+        sizes=[(segment.sequences, run.micro_batch_size(segment.phase)) for segment in timeline.segments],
+        accumulation=run.batch.gradient_accumulation_steps,
         run_path=str(path),
     )
     problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
@@ -205,8 +205,8 @@ def _read_named(run: Run, path: str) -> tuple[dict[str, str], dict[str, dict[str
     problems: list[str] = []
     for key, file in (("deepspeed", run.deepspeed), ("model.config", run.model.config)):
         try:
-            is_of_base = run.model.base is not None and Path(run.model.base) == Path(file).parent
-            texts[key] = read_text(file, f"{path}: {'model.from' if is_of_base else key}")
+            is_of_base = run.model.pretrained is not None and Path(run.model.pretrained) == Path(file).parent
+            texts[key] = read_text(file, f"{path}: {'model.pretrained' if is_of_base else key}")
             tables[key] = parse_json(texts[key], file)
         except InputError as error:
             problems += error.problems
@@ -227,9 +227,9 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     groups = f", {shared} ranks a sequence" if shared > 1 else ""
     alike: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in plan.timeline.segments:
-        kind = segment.sequences, segment.seq_len, plan.micro_sequences(segment.first_step)
+        kind = segment.sequences, segment.seq_len, plan.micro_batch_size(segment.first_step)
         alike.setdefault(kind, []).append(segment)
-    problems, other_counts, asked = [], [], plan.run.batch.accumulation
+    problems, other_counts, asked = [], [], plan.run.batch.gradient_accumulation_steps
     for (sequences, seq_len, micro), segments in alike.items():
         count = accumulation(sequences, micro, world_size // shared)
         arithmetic = (
@@ -243,11 +243,12 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
             other_counts.append(f"{arithmetic} make accumulation {count}")
     if other_counts:
         problems.append(
-            f"{'; '.join(other_counts)}, but batch.accumulation = {asked}; delete batch.accumulation, or "
+            f"{'; '.join(other_counts)}, but batch.gradient_accumulation_steps = {asked}; delete "
+            f"batch.gradient_accumulation_steps, or "
             "change the batch or the number of ranks"
         )
     first = plan.timeline.segments[0]
-    count = accumulation(first.sequences, plan.micro_sequences(0), world_size // shared)
+    count = accumulation(first.sequences, plan.micro_batch_size(0), world_size // shared)
     in_json = check_ranks(plan.deepspeed, world_size, asked or count, plan.run_path)
     return [
         *(f"{plan.run_path}: {problem}" for problem in problems),
@@ -277,13 +278,14 @@ def sharing_problems(plan: Plan) -> Iterator[str]:
 
 
 def drop_problems(plan: Plan) -> Iterator[str]:
-    """Why an update could not be dropped exactly (`watchdog.drop_sigmas`), or not sensibly."""
+    """Why an update could not be dropped exactly (`watchdog.skip_update_sigmas`), or not sensibly."""
     watchdog, config = plan.run.watchdog, plan.deepspeed
-    if watchdog.drop_sigmas is None:
+    if watchdog.skip_update_sigmas is None:
         return
-    if watchdog.drop_sigmas < watchdog.norm_sigmas:
+    if watchdog.skip_update_sigmas < watchdog.norm_sigmas:
         yield (
-            f"{plan.run_path}: watchdog.drop_sigmas = {watchdog.drop_sigmas:g} is below watchdog.norm_sigmas "
+            f"{plan.run_path}: watchdog.skip_update_sigmas = {watchdog.skip_update_sigmas:g} is below "
+            f"watchdog.norm_sigmas "
             f"= {watchdog.norm_sigmas:g}, so norms that count as usual would be dropped, and the spread "
             "would shrink with each; raise the one or lower the other"
         )
@@ -300,8 +302,9 @@ def drop_problems(plan: Plan) -> Iterator[str]:
     for (what, why), is_missing in needs.items():
         if is_missing:
             yield (
-                f"{plan.run_path}: watchdog.drop_sigmas needs {what} in {plan.run.deepspeed}: {why}; or "
-                "delete drop_sigmas"
+                f"{plan.run_path}: watchdog.skip_update_sigmas needs {what} in {plan.run.deepspeed}: "
+                f"{why}; or "
+                "delete skip_update_sigmas"
             )
 
 
@@ -315,7 +318,7 @@ def _where(plan: Plan, segments: Sequence[Segment]) -> str:
 
 def _way_out(sequences: int, micro: int, shared: int) -> str:
     worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
-    return f"world sizes that do: {listed(worlds)} (or another batch.micro_sequences)"
+    return f"world sizes that do: {listed(worlds)} (or another batch.micro_batch_size)"
 
 
 def contradictions(run: Run) -> Iterator[str]:
@@ -333,17 +336,17 @@ def contradictions(run: Run) -> Iterator[str]:
                 )
         if not phase.mixture:
             yield f"phases.{phase.name}.mixture is empty; name at least one source with a weight"
-    ship_to, local = run.checkpoint.ship_to, run.checkpoint.local
+    upload_to, local = run.checkpoint.upload_to, run.checkpoint.local_dir
     taken = {
         abspath(run.out): "the run directory",
         abspath(f"{run.out}/checkpoints"): "where checkpoints are saved",
     }
     if local is not None:
-        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local"}
-    if ship_to is not None and "://" not in ship_to and abspath(ship_to) in taken:
+        taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local_dir"}
+    if upload_to is not None and "://" not in upload_to and abspath(upload_to) in taken:
         yield (
-            f'checkpoint.ship_to = "{ship_to}" is {taken[abspath(ship_to)]}; name another place'
-            + ("" if local is not None else ", or give checkpoint.local, a folder of each host's own")
+            f'checkpoint.upload_to = "{upload_to}" is {taken[abspath(upload_to)]}; name another place'
+            + ("" if local is not None else ", or give checkpoint.local_dir, a folder of each host's own")
         )
     for path in run.accept_changes:
         if not covers(CHANGEABLE, path):
@@ -370,11 +373,12 @@ def curriculum_problems(run: Run) -> Iterator[str]:
     sizes = [size for _, size in run.batch.ramp or ()]
     if sizes != sorted(set(sizes)):
         yield f"batch.ramp = {', '.join(f'{size:,}' for size in sizes)} tokens; a ramp has to rise"
-    if run.batch.rate_tokens is not None and run.batch.rate_rule == "none":
+    if run.batch.lr_reference_tokens is not None and run.batch.lr_scaling == "none":
         yield (
-            f"batch.rate_tokens = {run.batch.rate_tokens:,} is the batch that schedule.peak is meant for, "
-            'and without a rule the rate is the same at any: set batch.rate_rule = "linear" or "sqrt", or '
-            "delete batch.rate_tokens"
+            f"batch.lr_reference_tokens = {run.batch.lr_reference_tokens:,} is the batch that "
+            f"schedule.peak_lr is meant for, "
+            'and without a rule the rate is the same at any: set batch.lr_scaling = "linear" or "sqrt", or '
+            "delete batch.lr_reference_tokens"
         )
     decay = run.schedule.decay if isinstance(run.schedule, WsdSection) else None
     if isinstance(decay, str) and decay not in names:
@@ -405,8 +409,15 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
         yield f"{both} do not fit into {whole}; shorten one"
     if isinstance(section, WsdSection) and decay == 0:
         yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
-    if isinstance(section, WsdSection) and section.shape == "exponential" and section.floor == 0.0:
-        yield 'schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1'
+    if (
+        isinstance(section, WsdSection)
+        and section.decay_shape == "exponential"
+        and section.min_lr_ratio == 0.0
+    ):
+        yield (
+            'schedule.decay_shape = "exponential" cannot reach schedule.min_lr_ratio = 0; set a floor '
+            "above 0, like 0.1"
+        )
 
 
 Sizes = Sequence[tuple[Duration, int]]  # from when on a step has how many tokens
@@ -504,11 +515,11 @@ def _batch_problems(run: Run) -> Iterator[str]:
     for index, (start, tokens) in enumerate(sizes):
         phases = [run.phases[phase] for batch, phase in met if batch == index]
         name = "batch.tokens" if tokens == run.batch.tokens else f'batch.ramp."{start}"'
-        unit = lcm(*(phase.seq_len * run.micro_sequences(phase.name) for phase in phases))
+        unit = lcm(*(phase.seq_len * run.micro_batch_size(phase.name) for phase in phases))
         nearest = " or ".join(f"{n:,}" for n in (tokens // unit * unit, (tokens // unit + 1) * unit) if n)
         for phase in phases:
             whole, rest = divmod(tokens, phase.seq_len)
-            micro = run.micro_sequences(phase.name)
+            micro = run.micro_batch_size(phase.name)
             length = f"phases.{phase.name}.seq_len = {phase.seq_len:,}"
             if rest or not whole:
                 yield (
@@ -516,8 +527,8 @@ def _batch_problems(run: Run) -> Iterator[str]:
                     f"nearest {name}: {nearest}"
                 )
             elif whole % micro:
-                own = phase.micro_sequences is not None
-                key = f"phases.{phase.name}.micro_sequences" if own else "batch.micro_sequences"
+                own = phase.micro_batch_size is not None
+                key = f"phases.{phase.name}.micro_batch_size" if own else "batch.micro_batch_size"
                 yield (
                     f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
                     f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"

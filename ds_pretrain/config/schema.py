@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -151,15 +150,11 @@ Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is fini
 class ModelSection(Section):
     """Which model, and what is added to it."""
 
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    config: FilePath  # a Hugging Face config.json; that of `from` if nothing is said
-    base: Annotated[FilePath | None, Field(alias="from")] = (
-        None  # a model's folder: its weights to begin with
-    )
+    config: FilePath  # a Hugging Face config.json; default: that of `pretrained`
+    pretrained: FilePath | None = None  # a model folder, whose weights the run starts from
     qk_norm: bool = False
     z_loss: OptionalWeight = None
-    recompute: bool = False
+    activation_checkpointing: bool = False
     mask_documents: bool = False  # attention stays inside a document, and positions restart with each
     attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
         None  # None: the best that the family has
@@ -170,10 +165,10 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _config_of_base(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("from"), str) or data.get("config"):
+    def _config_of_pretrained(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("pretrained"), str) or data.get("config"):
             return data
-        return {**data, "config": f"{data['from'].rstrip('/')}/config.json"}
+        return {**data, "config": f"{data['pretrained'].rstrip('/')}/config.json"}
 
 
 class CosineSection(Section):
@@ -181,9 +176,9 @@ class CosineSection(Section):
 
     kind: Literal["cosine"]
     length: Length
-    peak: Positive
+    peak_lr: Positive
     warmup: Share
-    floor: Fraction01 = 0.1  # as a share of the peak
+    min_lr_ratio: Fraction01 = 0.1  # as a share of the peak
 
     def in_steps(self, timeline: Timeline) -> Self:
         """The same with each duration in steps of this timeline."""
@@ -192,7 +187,7 @@ class CosineSection(Section):
 
     def rate(self, step: int) -> float:
         """The learning rate of the update after `step` finished steps."""
-        return self.peak * cosine_fraction(step, self.length.steps, self.warmup.steps, self.floor)
+        return self.peak_lr * cosine_fraction(step, self.length.steps, self.warmup.steps, self.min_lr_ratio)
 
     def corners(self) -> dict[str, int]:
         """The steps at which the schedule changes its nature, by name, in order."""
@@ -205,11 +200,11 @@ class WsdSection(Section):
 
     kind: Literal["wsd"]
     length: Length
-    peak: Positive
+    peak_lr: Positive
     warmup: Share
     decay: ShareOrPhase  # a phase's name: from its start to the end of the run
-    shape: Shape = "1-sqrt"
-    floor: Fraction01 = 0.0  # as a share of the peak
+    decay_shape: Shape = "1-sqrt"
+    min_lr_ratio: Fraction01 = 0.0  # as a share of the peak
 
     def in_steps(self, timeline: Timeline) -> Self:
         """The same with each duration in steps of this timeline."""
@@ -235,7 +230,7 @@ class WsdSection(Section):
         """The learning rate of the update after `step` finished steps."""
         length, warmup = self.length.steps, self.warmup.steps
         decay = length - self.decay_start
-        return self.peak * wsd_fraction(step, length, warmup, decay, self.shape, self.floor)
+        return self.peak_lr * wsd_fraction(step, length, warmup, decay, self.decay_shape, self.min_lr_ratio)
 
     def corners(self) -> dict[str, int]:
         """The steps at which the schedule changes its nature, by name, in order."""
@@ -253,11 +248,13 @@ class BatchSection(Section):
     """The global batch, and how one rank takes it. Accumulation follows from both and the number of ranks."""
 
     tokens: BatchTokens
-    micro_sequences: Count
-    accumulation: Count | None = None  # only to insist on a number; it is derived
+    micro_batch_size: Count
+    gradient_accumulation_steps: Count | None = None  # only to insist on a number; it is derived
     ramp: Ramp | None = None  # sizes before `tokens` is reached
-    rate_rule: Rule = "none"  # the rate at another batch than `rate_tokens`
-    rate_tokens: BatchTokens | None = None  # the batch that schedule.peak is meant for; None: `tokens`
+    lr_scaling: Rule = "none"  # the rate at another batch than `lr_reference_tokens`
+    lr_reference_tokens: BatchTokens | None = (
+        None  # the batch that schedule.peak_lr is meant for; None: `tokens`
+    )
 
     @property
     def sizes(self) -> Ramp:
@@ -307,7 +304,7 @@ class RopeSection(Section):
     kind: Literal["default", "yarn", "llama3"] | None = None  # None: the scaling that the model has
     theta: Positive | None = None
     factor: Annotated[float, Field(ge=1)] | None = None
-    original_length: Count | None = None  # positions that the model was trained on before
+    original_max_position_embeddings: Count | None = None  # positions that the model was trained on before
     low_freq_factor: Positive | None = None  # of llama3
     high_freq_factor: Positive | None = None  # of llama3
 
@@ -319,8 +316,8 @@ class PhaseSection(Section):
     seq_len: Count
     mixture: dict[str, Weight]
     start: Share | None = None  # the first begins with the run
-    micro_sequences: Count | None = None  # None: batch.micro_sequences
-    recompute: bool | None = None  # None: model.recompute
+    micro_batch_size: Count | None = None  # None: batch.micro_batch_size
+    activation_checkpointing: bool | None = None  # None: model.activation_checkpointing
     rope: RopeSection | None = None  # None: as in the phase before
 
 
@@ -341,14 +338,14 @@ class CheckpointSection(Section):
     """When and where to save, and what to keep. The first and the last step are always saved."""
 
     every: Triggers = (parse_duration("1000 steps"),)
-    keep: Count = 3
+    keep_last: Count = 3
     keep_every: Length | None = None  # these stay for good
-    failures: Count = 3  # saves that may fail in a row before the run stops
-    local: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
-    ship_to: Place | None = None  # with `local`, out/checkpoints if nothing is said
+    max_consecutive_failures: Count = 3  # saves that may fail in a row before the run stops
+    local_dir: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
+    upload_to: Place | None = None  # with `local_dir`, out/checkpoints if nothing is said
     verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
     mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
-    stall_share: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
+    max_stall_fraction: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
 
     def is_due(self, step: int, timeline: Timeline) -> bool:
         """True if it is time to save after `step` finished steps, apart from what a clock says."""
@@ -362,21 +359,23 @@ class WatchdogSection(Section):
     loss_sigmas: Positive = 6.0  # a loss so many spreads above the expected opens a spike
     norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
     patience: Count = 30  # steps that a spike may take to heal
-    drift: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
-    drop_sigmas: Positive | None = None  # an update whose norm is so many spreads above the usual is dropped
-    non_finite: Count = 20  # steps in a row
-    respond: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(as_tuple)] = ("replay", "skip")
+    drift_threshold: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
+    skip_update_sigmas: Positive | None = (
+        None  # an update whose norm is so many spreads above the usual is dropped
+    )
+    max_non_finite_steps: Count = 20  # steps in a row
+    policy: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(as_tuple)] = ("replay", "skip")
     skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
     skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
-    rollbacks: Count = 5  # at most, in a stretch
-    stretch: Length = parse_duration("5000 steps")
+    max_rollbacks: Count = 5  # at most, in a stretch
+    rollback_window: Length = parse_duration("5000 steps")
     mode: Literal["act", "observe", "off"] = "act"
 
 
 class MonitorSection(Section):
     """What a person sees, every how many steps; metrics.jsonl gets every step."""
 
-    every: Count = 10
+    log_every: Count = 10
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: Text = "ds_pretrain"
 
@@ -405,6 +404,6 @@ class Run(Section):
         """The phase of that name. There must be one."""
         return next(phase for phase in self.phases if phase.name == name)
 
-    def micro_sequences(self, phase: str) -> int:
+    def micro_batch_size(self, phase: str) -> int:
         """Sequences of a micro-batch in a phase."""
-        return self.phase(phase).micro_sequences or self.batch.micro_sequences
+        return self.phase(phase).micro_batch_size or self.batch.micro_batch_size

@@ -211,15 +211,15 @@ def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = No
     raise ValueError(f'"{duration}" cannot be turned into steps; write steps or tokens')
 
 
-def accumulation(sequences: int, micro_sequences: int, world_size: int) -> int | None:
+def accumulation(sequences: int, micro_batch_size: int, world_size: int) -> int | None:
     """Micro-batches per rank and step, or None if the world does not divide the batch into whole ones."""
-    count, remainder = divmod(sequences, micro_sequences * world_size)
+    count, remainder = divmod(sequences, micro_batch_size * world_size)
     return count if remainder == 0 else None
 
 
-def worlds_that_divide(sequences: int, micro_sequences: int) -> list[int]:
+def worlds_that_divide(sequences: int, micro_batch_size: int) -> list[int]:
     """Every number of ranks that splits the global batch into whole micro-batches, ascending."""
-    micro_batches, remainder = divmod(sequences, micro_sequences)
+    micro_batches, remainder = divmod(sequences, micro_batch_size)
     if remainder:
         return []
     small = [w for w in range(1, isqrt(micro_batches) + 1) if micro_batches % w == 0]

@@ -49,4 +49,4 @@ class Probe:
     loss: float  # mean cross-entropy, in nats a token
     checksum: int  # sum of the samples' CRC-32: other data has another loss
     num_ranks: int
-    micro_sequences: int
+    micro_batch_size: int

@@ -154,7 +154,7 @@ class RunState:
 
     step: int = 0  # finished optimizer steps
     ledger: SkipLedger = field(default_factory=SkipLedger)
-    num_dropped: int = 0  # of the finished steps, those whose update was dropped
+    num_skipped_updates: int = 0  # of the finished steps, those whose update was dropped
     num_healthy: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
     watchdog: WatchdogState = field(default_factory=WatchdogState)
     rollbacks: tuple[Rollback, ...] = ()
@@ -162,7 +162,7 @@ class RunState:
     @property
     def num_updates(self) -> int:
         """Applied updates: what the learning rate follows. A dropped update moves no schedule."""
-        return self.step - self.num_dropped
+        return self.step - self.num_skipped_updates
 
     def after_step(
         self, applied: bool = True, memory: WatchdogState | None = None, healthy: bool = True
@@ -171,7 +171,7 @@ class RunState:
         return replace(
             self,
             step=self.step + 1,
-            num_dropped=self.num_dropped + (not applied),
+            num_skipped_updates=self.num_skipped_updates + (not applied),
             num_healthy=self.num_healthy + 1 if healthy else 0,
             watchdog=self.watchdog if memory is None else memory,
         )

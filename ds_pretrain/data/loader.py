@@ -66,14 +66,14 @@ class Feed:
         sampler: Sampler,
         sources: Mapping[str, TokenSource],
         world: World,
-        micro_sequences: Mapping[str, int],
+        micro_batch_size: Mapping[str, int],
         mask_documents: bool = False,
     ) -> None:
-        """`micro_sequences` says for each phase how many sequences a micro-batch has."""
+        """`micro_batch_size` says for each phase how many sequences a micro-batch has."""
         self.sampler = sampler
         self.sources = sources
         self._world = world
-        self._micro_sequences = micro_sequences
+        self._micro_sequences = micro_batch_size
         self._mask_documents = mask_documents
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: dict[tuple[int, SkipLedger], Future[Batch]] = {}
@@ -107,7 +107,7 @@ class Feed:
         return self._thread.submit(self._read, step, ledger).result()
 
     def first_micro_batches(
-        self, state: RunState, num_ranks: int, micro_sequences: int
+        self, state: RunState, num_ranks: int, micro_batch_size: int
     ) -> tuple[list[MicroBatch], int]:
         """What the first micro-batches of `num_ranks` ranks read at a state, spread over the ranks there are.
 
@@ -116,7 +116,7 @@ class Feed:
         """
         ids = self.sampler.ids(state.step, state.ledger)
         share = len(ids.sample) // num_ranks
-        spans = [(rank * share, rank * share + micro_sequences) for rank in range(num_ranks)]
+        spans = [(rank * share, rank * share + micro_batch_size) for rank in range(num_ranks)]
         rows = np.concatenate([read_samples(ids, self.sources, *span) for span in spans])  # [K, T + 1]
         starts = None
         if self._mask_documents:
@@ -170,7 +170,7 @@ def padded_batches(
         yield batch, rows
 
 
-def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int) -> Iterator[MicroBatch]:
+def validation_batches(chosen: ValidationSet, world: World, micro_batch_size: int) -> Iterator[MicroBatch]:
     """This rank's micro-batches of a validation, as many as every other rank's."""
 
     def read(rows: NDArray[np.int64]) -> MicroBatch:
@@ -179,12 +179,12 @@ def validation_batches(chosen: ValidationSet, world: World, micro_sequences: int
         starts = mark_starts([source] * len(samples), samples, chosen.seq_len) if masked else None
         return to_micro_batch(source.samples(samples, chosen.seq_len), starts)
 
-    for batch, _ in padded_batches(len(chosen.indices), world, micro_sequences, read):
+    for batch, _ in padded_batches(len(chosen.indices), world, micro_batch_size, read):
         yield batch
 
 
 def prompt_batches(
-    prompts: Prompts, length: int, world: World, micro_sequences: int
+    prompts: Prompts, length: int, world: World, micro_batch_size: int
 ) -> Iterator[tuple[MicroBatch, NDArray[np.int64]]]:
     """This rank's micro-batches of the prompts of one length, and the place of each row's key.
 
@@ -198,7 +198,7 @@ def prompt_batches(
         return batch
 
     rows = prompts.rows[length]  # [R, n + 1]
-    size = min(micro_sequences * max(1, prompts.seq_len // length), -(-len(rows) // world.size))
+    size = min(micro_batch_size * max(1, prompts.seq_len // length), -(-len(rows) // world.size))
     for batch, chosen in padded_batches(len(rows), world, size, read):
         yield batch, chosen % NUM_PLACES
 

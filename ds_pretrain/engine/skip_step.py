@@ -34,10 +34,10 @@ def dropping_above(optimizer: Any, limit: float | None) -> Iterator[list[float]]
     found = [name for name in _NORM_FUNCTIONS if hasattr(module, name)]
     if len(found) != 1:
         raise RunError(
-            f"watchdog.drop_sigmas cannot work with this DeepSpeed: {module.__name__} has "
+            f"watchdog.skip_update_sigmas cannot work with this DeepSpeed: {module.__name__} has "
             f"{' and '.join(found) or 'none'} of {', '.join(_NORM_FUNCTIONS)}; expected exactly one, by "
             "which it computes the norm that decides on an update; use DeepSpeed 0.19.8, "
-            "or delete drop_sigmas"
+            "or delete skip_update_sigmas"
         )
     [name] = found
     global_norm = getattr(module, name)

@@ -161,7 +161,9 @@ def set_recompute(model: Any, on: bool) -> None:
         return
     if not model.supports_gradient_checkpointing:
         family = model.config.model_type
-        raise InputError(f'model.recompute = true: "{family}" does not support it; set recompute = false')
+        raise InputError(
+            f'model.activation_checkpointing = true: "{family}" does not support it; set recompute = false'
+        )
     model.activation_checkpointing_enable({"use_reentrant": False})
 
 

@@ -179,10 +179,14 @@ def _read(file: Path, name: str, dtype: Any) -> Any | str:
         with safe_open(file, "pt") as opened:
             values = opened.get_tensor(name).to(dtype)
     except (OSError, SafetensorError) as error:
-        return f"model.from: {file}: {name} cannot be read ({error}); look at that disk, or download it again"
+        return (
+            f"model.pretrained: {file}: {name} cannot be read ({error}); look at that disk, or "
+            f"download it again"
+        )
     if num_wrong := int((~values.isfinite()).sum()):
         return (
-            f"model.from: {file}: {name} has {num_wrong:,} of {values.numel():,} values that are NaN or "
+            f"model.pretrained: {file}: {name} has {num_wrong:,} of {values.numel():,} values that are "
+            f"NaN or "
             f"infinite in {str(dtype).removeprefix('torch.')}; download it again, or take another model"
         )
     return values
@@ -213,19 +217,20 @@ def base_problems(model: Any, base: Base) -> list[str]:
     used = {key for stored in names.values() for key in stored}
     surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
     problems = [
-        f"model.from: {base.folder} {what} {len(found)} of the model's tensors: {listed(found, _SHOWN)}"
+        f"model.pretrained: {base.folder} {what} {len(found)} of the model's tensors: {listed(found, _SHOWN)}"
         for found, what in ((missing, "lacks"), (other, "has in another shape"))
         if found
     ]
     if coded:
         problems.append(
-            f"model.from: {base.folder} has {len(coded)} of the model's tensors as numbers that no weights "
+            f"model.pretrained: {base.folder} has {len(coded)} of the model's tensors as numbers that no "
+            f"weights "
             f"are trained as: {listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model from "
             "before it was quantized"
         )
     if surplus:
         problems.append(
-            f"model.from: {base.folder} has {counted(len(surplus), 'tensor')} that the model of its "
+            f"model.pretrained: {base.folder} has {counted(len(surplus), 'tensor')} that the model of its "
             f"config.json has no place for: {listed(surplus, _SHOWN)}"
         )
     if (missing and surplus) or any("experts" in name for name in missing):
@@ -272,6 +277,7 @@ def _untied(names: dict[str, list[str]], base: Base) -> Iterator[str]:
                 # NaN is no other value than NaN here; that it is none at all is told when it is read
                 if not one.get_tensor(first).nan_to_num().equal(two.get_tensor(other).nan_to_num()):
                     yield (
-                        f"model.from: {base.folder} has {first} and {other} with different values, and its "
+                        f"model.pretrained: {base.folder} has {first} and {other} with different values, "
+                        f"and its "
                         'config ties them; set "tie_word_embeddings" to false there'
                     )

@@ -36,11 +36,11 @@ _SCALING_KEYS = frozenset(
     "low_freq_factor high_freq_factor short_factor long_factor".split()
 )
 _EXTENDS = {  # from the original length to factor times as much: what a phase may name besides kind and theta
-    "yarn": ("factor", "original_length"),
-    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 _KEYS_OF = {**_EXTENDS, "linear": ("factor",)}
-_SCALING_FIELDS = ("factor", "original_length", "low_freq_factor", "high_freq_factor")
+_SCALING_FIELDS = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RopeState:
     kind: str
     theta: float
     factor: float | None
-    original_length: int | None  # the length that a scaling extends
+    original_max_position_embeddings: int | None  # the length that a scaling extends
     num_positions: int | None  # what the model was made for: max_position_embeddings
     table: Mapping[str, Any]  # as Transformers reads it; as it is written where that is not asked
     others: Mapping[str, Any]  # the tables of other kinds of layers; empty if one table is for all
@@ -88,7 +88,7 @@ def with_rope(model: Mapping[str, Any], rope: RopeSection | None, seq_len: int) 
         new[_POSITIONS] = seq_len
         keeps_length = ((rope and rope.kind) or before.kind) in WITH_ORIGINAL_LENGTH
     if keeps_length:  # its default would be the new number of positions
-        table.setdefault(_ORIGINAL, before.original_length or before.num_positions)
+        table.setdefault(_ORIGINAL, before.original_max_position_embeddings or before.num_positions)
     if keeps_length or table != before.table:
         for key in _OLD_KEYS:
             new.pop(key, None)
@@ -103,7 +103,9 @@ def describe_rope(model: Mapping[str, Any]) -> str:
     state = rope_state(model)
     words = [f"{state.kind}, theta {state.theta:,.10g}"]
     if state.factor is not None:
-        base = state.original_length or (state.num_positions if state.kind in WITH_ORIGINAL_LENGTH else None)
+        base = state.original_max_position_embeddings or (
+            state.num_positions if state.kind in WITH_ORIGINAL_LENGTH else None
+        )
         words.append(f"factor {state.factor:g}" + (f" x {base:,} positions" if base else ""))
     if state.num_positions:
         words.append(f"{state.num_positions:,} positions")
@@ -134,7 +136,7 @@ def rope_state(model: Mapping[str, Any]) -> RopeState:
         theta=float(table.get("rope_theta") or next(filter(None, old_theta), 10_000.0)),
         factor=table.get("factor"),
         # Phi-3 and others have it beside the table, where it takes precedence
-        original_length=said(_ORIGINAL) or table.get(_ORIGINAL),
+        original_max_position_embeddings=said(_ORIGINAL) or table.get(_ORIGINAL),
         num_positions=said(_POSITIONS),
         table=table,
         others={kind: item for kind, item in nested.items() if kind != FULL_ATTENTION},
@@ -229,7 +231,11 @@ def _changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
         if (value := getattr(rope, key)) is not None:
             table[key] = value
     if kind in _EXTENDS:
-        table[_ORIGINAL] = rope.original_length or before.original_length or before.num_positions
+        table[_ORIGINAL] = (
+            rope.original_max_position_embeddings
+            or before.original_max_position_embeddings
+            or before.num_positions
+        )
     return table
 
 
@@ -285,7 +291,11 @@ def _factor_problems(
     rope: RopeSection, before: RopeState, kind: str, seq_len: int, where: str
 ) -> Iterator[str]:
     """A scaling without its numbers, or with numbers that contradict one another."""
-    base = rope.original_length or before.original_length or before.num_positions
+    base = (
+        rope.original_max_position_embeddings
+        or before.original_max_position_embeddings
+        or before.num_positions
+    )
     if kind in _EXTENDS and rope.factor is None and (kind != before.kind or before.factor is None):
         yield (
             f'{where}: kind = "{kind}" needs a factor'
@@ -293,7 +303,8 @@ def _factor_problems(
         )
     if kind in _EXTENDS and not base:
         yield (
-            f'{where}: kind = "{kind}" needs original_length, the positions before; the model config has none'
+            f'{where}: kind = "{kind}" needs original_max_position_embeddings, the positions before; the '
+            f"model config has none"
         )
     if kind == "llama3":
         same = before.table if before.kind == kind else {}
@@ -308,13 +319,19 @@ def _factor_problems(
 
 def _original_length_problems(rope: RopeSection, before: RopeState, where: str) -> Iterator[str]:
     """A scaling that starts from another length than the model had."""
-    had = before.original_length or before.num_positions
-    if rope.original_length is None or had is None or rope.original_length == had:
+    had = before.original_max_position_embeddings or before.num_positions
+    if (
+        rope.original_max_position_embeddings is None
+        or had is None
+        or rope.original_max_position_embeddings == had
+    ):
         return
-    key = _ORIGINAL if before.original_length else _POSITIONS
+    key = _ORIGINAL if before.original_max_position_embeddings else _POSITIONS
     yield (
-        f"{where}.original_length = {rope.original_length:,}, but the model had {had:,} positions before it "
-        f'was extended ("{key}"); remove original_length, or correct "{key}" in the model config'
+        f"{where}.original_max_position_embeddings = {rope.original_max_position_embeddings:,}, but the "
+        f"model had {had:,} positions before it "
+        f'was extended ("{key}"); remove original_max_position_embeddings, or correct "{key}" in the '
+        f"model config"
     )
 
 
@@ -332,24 +349,25 @@ def _length_problems(
             '"default"'
         )
         return
-    scaling = (after.kind, after.factor, after.original_length)
-    if not longer and scaling == (before.kind, before.factor, before.original_length):
+    scaling = (after.kind, after.factor, after.original_max_position_embeddings)
+    if not longer and scaling == (before.kind, before.factor, before.original_max_position_embeddings):
         return  # Llama 3.1 has twice the positions that its factor says
     reach = _reach(after)
-    if 0 < reach < seq_len and after.original_length:
+    if 0 < reach < seq_len and after.original_max_position_embeddings:
         yield (
-            f"{where}: factor {after.factor:g} x {after.original_length:,} original positions = "
+            f"{where}: factor {after.factor:g} x {after.original_max_position_embeddings:,} original "
+            f"positions = "
             f"{reach:,.10g} are fewer than seq_len = {seq_len:,}; the smallest factor that does is "
-            f"{_smallest(seq_len, after.original_length)}"
+            f"{_smallest(seq_len, after.original_max_position_embeddings)}"
         )
 
 
 def _reach(state: RopeState) -> float:
     """Positions that a scaling was made for; 0 if there is none."""
-    base = state.original_length or state.num_positions
+    base = state.original_max_position_embeddings or state.num_positions
     return state.factor * base if state.kind in _EXTENDS and state.factor and base else 0
 
 
-def _smallest(seq_len: int, original_length: int) -> str:
+def _smallest(seq_len: int, original_max_position_embeddings: int) -> str:
     """The smallest factor that reaches `seq_len`, rounded up to a thousandth."""
-    return f"{ceil(seq_len / original_length * 1000 - 1e-9) / 1000:.10g}"
+    return f"{ceil(seq_len / original_max_position_embeddings * 1000 - 1e-9) / 1000:.10g}"

@@ -29,8 +29,8 @@ _ENDS = ("stop", "finish", "needs_person")
 _NOTEWORTHY = {
     *_STARTS,
     *_ENDS,
-    *("save_failed", "warning", "changed", "watchdog", "observed", "dropped"),
-    *("rollback", "suspects", "compared", "outcome"),
+    *("save_failed", "warning", "changed", "watchdog", "observed", "skipped_update"),
+    *("rollback", "high_loss_samples", "replay_compared", "outcome"),
 }
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
 _MOST_POINTS = 200  # of the curve in a record
@@ -61,7 +61,7 @@ _PLAIN = {
     "frozen_norm": "a gradient norm that never changes",
     "non_finite": "a loss or gradient norm that is no number",
     "worse_than_guessing": "a loss worse than guessing",
-    "wild_norm": "a wild gradient norm",
+    "outlier_norm": "a wild gradient norm",
     "came_back": "the trouble came back",
     "passing_fault": "a passing fault",
     "data_or_state": "the data or the state",
@@ -99,7 +99,7 @@ class Logbook:
             self._file.write(self._completed(record))
             self._count(record)
             self._page_is_old = True
-            if kind not in ("dropped", "watchdog"):  # these may come with each step
+            if kind not in ("skipped_update", "watchdog"):  # these may come with each step
                 sync_file(self._incidents)
                 self._make_page()
         if self._page_is_old and self._clock() >= self._tried_at + _PAUSE_SECONDS:
@@ -129,7 +129,7 @@ class Logbook:
     def _completed(self, record: Record) -> dict[str, Any]:
         """The record with the tokens of its step, and with the curve if a decision was taken by it."""
         done, step = dict(record), record.get("step")
-        if record.get("event") == "dropped":  # there may be thousands of them
+        if record.get("event") == "skipped_update":  # there may be thousands of them
             done["num_samples"] = len(done.pop("samples", None) or ())  # metrics.jsonl has their ids
         if "tokens" not in record:
             known = next((tokens for at, _, tokens in reversed(self._steps) if at == step), None)
@@ -249,7 +249,7 @@ def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
 def _row(numbered: tuple[int, Record]) -> tuple[Any, ...]:
     """What records in a row share that are one line; others share nothing."""
     index, record = numbered
-    small = record.get("event") in ("dropped", "watchdog")
+    small = record.get("event") in ("skipped_update", "watchdog")
     shared = (record.get(name) for name in ("event", "cause", "trouble", "action"))
     return tuple(shared) if small else (index,)
 
@@ -263,7 +263,7 @@ def _words(record: Record) -> str:
         return f"{kind}{ranks}{'' if begun is None else f', from {_line(begun)}'}"
     if kind in _WORDS:
         return _WORDS[kind]
-    if kind == "dropped":
+    if kind == "skipped_update":
         return f"update dropped for {_plain(record.get('cause'))}"
     if kind == "save_failed":
         return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_line(record.get('problem'))}"
@@ -299,9 +299,9 @@ def _incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
         kind = record.get("event")
         if kind in ("rollback", "needs_person"):
             yield from _decision(record)
-        elif kind == "suspects":
+        elif kind == "high_loss_samples":
             yield from _suspects(record)
-        elif kind == "compared":
+        elif kind == "replay_compared":
             yield _compared(record)
         elif kind == "outcome":
             yield f"Ended ({_where(record)}): {_outcome(record)}: {_line(record.get('message'))}."

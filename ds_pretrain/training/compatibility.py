@@ -41,7 +41,7 @@ WEIGHTS = "[model] from"  # among the contents of sources, none of which can be 
 # What the numbers of an identity count.
 _UNITS = {
     **dict.fromkeys(("schedule.length", "schedule.warmup", "schedule.decay"), "steps"),
-    **dict.fromkeys(("batch.tokens", "batch.rate_tokens"), "tokens"),
+    **dict.fromkeys(("batch.tokens", "batch.lr_reference_tokens"), "tokens"),
 }
 # What a saved config says of how it was made or is run, and no weight or activation of training depends on.
 _ASIDE = frozenset(
@@ -64,15 +64,15 @@ def identity_of(plan: Plan, data: Mapping[str, str]) -> dict[str, Any]:
     identity["batch"] = {  # how a rank takes its share may change
         "tokens": run.batch.tokens,
         "ramp": None if run.batch.ramp is None else _batch_sizes(plan),
-        "rate_rule": run.batch.rate_rule,
-        "rate_tokens": None if run.batch.rate_rule == "none" else plan.rate_tokens,
+        "lr_scaling": run.batch.lr_scaling,
+        "lr_reference_tokens": None if run.batch.lr_scaling == "none" else plan.lr_reference_tokens,
     }
     identity["chunk_tokens"] = plan.chunk_tokens
     identity["phases"] = {phase.name: _phase(plan, phase) for phase in run.phases}
     identity["sources"] = {name: text for name, text in data.items() if name != WEIGHTS}
     identity["deepspeed"] = _trajectory_of(plan.deepspeed)
     identity["model"]["config"] = _trained_config(plan.model)  # the content, wherever the file lies
-    identity["model"]["from"] = data.get(WEIGHTS)
+    identity["model"]["pretrained"] = data.get(WEIGHTS)
     return dict(json.loads(json.dumps(identity)))
 
 
@@ -167,7 +167,7 @@ def _met_schedule(schedule: Mapping[str, Any], step: int) -> tuple[str, ...]:
     if step == 0:
         return ()
     decays_from = schedule["length"] - schedule["decay"] if "decay" in schedule else schedule["warmup"]
-    return tuple(schedule) if step > decays_from + 1 else ("peak", "warmup")
+    return tuple(schedule) if step > decays_from + 1 else ("peak_lr", "warmup")
 
 
 def _met_batch(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> tuple[str, ...]:
@@ -179,10 +179,13 @@ def _met_batch(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> tup
     if before != after:
         return "tokens", "ramp"
     factors = [
-        [rule_factor(batch["rate_rule"], size, batch["rate_tokens"] or batch["tokens"]) for _, size in before]
+        [
+            rule_factor(batch["lr_scaling"], size, batch["lr_reference_tokens"] or batch["tokens"])
+            for _, size in before
+        ]
         for batch in (old, new)
     ]
-    return () if factors[0] == factors[1] else ("rate_rule", "rate_tokens")
+    return () if factors[0] == factors[1] else ("lr_scaling", "lr_reference_tokens")
 
 
 def with_unit(path: str, value: Any) -> str:
@@ -218,7 +221,7 @@ def other_config_problems(plan: Plan, base: Base) -> Iterator[str]:
     """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
     if (own := base.folder / "config.json") == Path(plan.run.model.config):
         return
-    theirs = parse_json(read_text(own, f"{plan.run_path}: model.from"), str(own))
+    theirs = parse_json(read_text(own, f"{plan.run_path}: model.pretrained"), str(own))
     for key, (before, now) in changed_fields(_trained_config(theirs), _trained_config(plan.model)).items():
         yield (
             f"{plan.run_path}: model.config = {plan.run.model.config} says {key} = {shown(now)}, and {own} "

@@ -56,7 +56,7 @@ class Incidents:
         told = {event for event, incident in self._told(state) if incident == number}
         if number not in self._open_ones(state):
             return ()
-        return tuple(event for event in ("rollback", "suspects") if event not in told)
+        return tuple(event for event in ("rollback", "high_loss_samples") if event not in told)
 
     def _told(self, state: RunState) -> set[tuple[Any, Any]]:
         """(event, incident) of what has been told of the rollbacks that may be open. On rank 0."""
@@ -107,7 +107,7 @@ class Incidents:
             self._observed = None
             self._close_passed(state)
 
-    def dropped(self, record: StepRecord, ids: SampleIds, num_dropped: int) -> None:
+    def dropped(self, record: StepRecord, ids: SampleIds, num_skipped_updates: int) -> None:
         """An update was not applied: its samples were read and not learned from."""
         if not self._world.is_main:
             return
@@ -117,10 +117,10 @@ class Incidents:
             if is_often and record.step - self._non_finite[0] < self._plan.run.watchdog.window:
                 self._advise(record.step)
         self._monitor.event(
-            "dropped",
+            "skipped_update",
             step=record.step,
-            num_dropped=num_dropped,
-            cause="non_finite" if record.grad_norm is None else "wild_norm",
+            num_skipped_updates=num_skipped_updates,
+            cause="non_finite" if record.grad_norm is None else "outlier_norm",
             grad_norm=record.grad_norm,
             samples=ids.listed(),  # of the global batch
         )
@@ -178,7 +178,7 @@ class Incidents:
 
     def suspects(self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]) -> None:
         """The samples that the weights gone back to find strangest."""
-        self._monitor.event("suspects", incident=number, step=rollback.step, samples=list(samples))
+        self._monitor.event("high_loss_samples", incident=number, step=rollback.step, samples=list(samples))
 
     def _say(self, record: StepRecord, verdict: Verdict, num_healthy: int) -> None:
         """Each trouble once, and once more when it is over."""
@@ -238,7 +238,7 @@ class Incidents:
         compared = conclude(replay, came_back)
         difference = replay.difference
         self._monitor.report(
-            "compared",
+            "replay_compared",
             compared.message,
             incident=number,
             step=step,

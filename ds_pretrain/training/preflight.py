@@ -81,9 +81,9 @@ def open_inputs(plan: Plan) -> Inputs:
     sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
     validation = plan.run.validation.sources if plan.run.validation else {}
     held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
-    base, folder = None, plan.run.model.base
+    base, folder = None, plan.run.model.pretrained
     try:
-        base = None if folder is None else read_base(Path(folder), f"{plan.run_path}: model.from")
+        base = None if folder is None else read_base(Path(folder), f"{plan.run_path}: model.pretrained")
     except InputError as error:
         problems += error.problems
     if problems:
@@ -96,7 +96,7 @@ def _place_problems(plan: Plan) -> list[str]:
     problems, section = [], plan.run.checkpoint
     if plan.run.resume_from is not None:
         problems += _origin_problems(Path(plan.run.resume_from), plan.run_path)
-    for key, place in (("local", section.local), ("ship_to", section.ship_to)):
+    for key, place in (("local_dir", section.local_dir), ("upload_to", section.upload_to)):
         if place is not None and "://" not in place:
             problem = folder_problem(Path(place), f"{plan.run_path}: checkpoint.{key}")
             problems += [problem] if problem is not None else []
@@ -131,7 +131,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
     problems += _base_problems(plan, inputs)
     origin = None if plan.run.resume_from is None else read_known(Path(plan.run.resume_from))
     problems_here = directory_problems(plan, inputs.data, newest_here(plan.checkpoints), origin)
-    if not problems_here and plan.ship_to is None:
+    if not problems_here and plan.upload_to is None:
         problems_here = lost_here(plan.out, plan.checkpoints)
     problems += problems_here
     problems += drop_problems(plan)
@@ -151,7 +151,7 @@ def _sharing_problems(plan: Plan) -> list[str]:
 
 
 def build_problems(plan: Plan, base: Base | None) -> list[str]:
-    """Why the model cannot be built, take the weights of `model.from`, or be in a phase. Needs torch."""
+    """List why the model cannot be built, load `model.pretrained` or be in a phase. Needs torch."""
     from ds_pretrain.models.build import dry_build
 
     phases = {f"{plan.run_path}: phases.{name}": model for name, model in phase_models(plan).items()}
@@ -162,7 +162,8 @@ def build_problems(plan: Plan, base: Base | None) -> list[str]:
             attention=plan.run.model.attention,
             name=plan.run.model.config,
             base=base,
-            recompute=plan.run.model.recompute or any(phase.recompute for phase in plan.run.phases),
+            recompute=plan.run.model.activation_checkpointing
+            or any(phase.activation_checkpointing for phase in plan.run.phases),
             phases=phases,
         )
     except InputError as error:
@@ -315,7 +316,7 @@ def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
 
 
 def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
-    sequences, micro = segment.sequences, plan.micro_sequences(segment.first_step)
+    sequences, micro = segment.sequences, plan.micro_batch_size(segment.first_step)
     shared = plan.sequence_parallel_size
     if world_size is None:
         worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
@@ -330,7 +331,10 @@ def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
 def _model_line(plan: Plan) -> str:
     extras = [
         name
-        for name, on in (("QK-norm", plan.run.model.qk_norm), ("recompute", plan.run.model.recompute))
+        for name, on in (
+            ("QK-norm", plan.run.model.qk_norm),
+            ("recompute", plan.run.model.activation_checkpointing),
+        )
         if on
     ]
     if plan.run.model.z_loss is not None:
@@ -372,7 +376,7 @@ def _mask_lines(plan: Plan, precision: str) -> Iterator[str]:
     if not plan.run.model.mask_documents:
         return
     for phase in plan.run.phases:
-        micro = plan.micro_sequences(plan.timeline.phase_start(phase.name))
+        micro = plan.micro_batch_size(plan.timeline.phase_start(phase.name))
         where = f"phases.{phase.name}"
         warnings = mask_warnings(plan.model, plan.run.model.attention, micro, phase.seq_len, precision, where)
         yield from (f"warning    {warning}" for warning in warnings)
@@ -391,14 +395,14 @@ def rate_summary(plan: Plan) -> Iterator[str]:
     yield f"rate       {', '.join(corners)}"
     segments, batch = plan.timeline.segments, plan.run.batch
     changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
-    if batch.rate_rule != "none" and (changes or plan.rate_factor(0) != 1):
+    if batch.lr_scaling != "none" and (changes or plan.rate_factor(0) != 1):
         words = (
             f"x {plan.rate_factor(s.first_step):.3g} from step {s.first_step:,} "
             f"({counted(s.tokens_per_step, 'token')} a step, rate {_rate(plan, s.first_step):.3g})"
             for s in (segments[0], *changes)
         )
-        meant = f" to {plan.rate_tokens:,} tokens" if batch.rate_tokens is not None else ""
-        yield f"           batch.rate_rule {batch.rate_rule}{meant}: {', '.join(words)}"
+        meant = f" to {plan.lr_reference_tokens:,} tokens" if batch.lr_reference_tokens is not None else ""
+        yield f"           batch.lr_scaling {batch.lr_scaling}{meant}: {', '.join(words)}"
     yield from (f"           {line}" for line in rate_lines(plan))
 
 

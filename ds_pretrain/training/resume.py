@@ -178,12 +178,12 @@ def check_probe(
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
             f"{plan.phase_at(saved.step).name}, whose rotary positions are others now"
         )
-    if plan.timeline.at(saved.step).sequences // saved.num_ranks < saved.micro_sequences:
+    if plan.timeline.at(saved.step).sequences // saved.num_ranks < saved.micro_batch_size:
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, which reads fewer sequences now"
         )
     then = RunState(saved.step, state.ledger)
-    batches, checksum = feed.first_micro_batches(then, saved.num_ranks, saved.micro_sequences)
+    batches, checksum = feed.first_micro_batches(then, saved.num_ranks, saved.micro_batch_size)
     if checksum != saved.checksum:
         return "its loss cannot be compared: the data there is not what it was"
     loss, _ = _mean_loss(engine, batches, 0, world)

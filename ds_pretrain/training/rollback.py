@@ -93,7 +93,7 @@ class Watchdog:
         after = state.after_step(record.update_applied, memory, healthy)
         self._incidents.note(after, record, rank_losses, verdict)
         if not record.update_applied:
-            self._incidents.dropped(record, ids, after.num_dropped)
+            self._incidents.dropped(record, ids, after.num_skipped_updates)
         return after, verdict
 
     def wants_back(self, state: RunState, verdict: Verdict) -> bool:
@@ -250,7 +250,8 @@ class Watchdog:
         )
         return (
             f"step {step:,}: {verdict.message}; nothing is left to try: {response.reason}. Look at "
-            f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and schedule.peak, "
+            f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and "
+            f"schedule.peak_lr, "
             f"then start again. {next_start}{tried}"
         )
 

@@ -56,12 +56,12 @@ class Shipping:
 
     def __init__(self, plan: Plan, places: Places, world: World) -> None:
         self._plan, self._places, self._world = plan, places, world
-        self.is_on = plan.ship_to is not None
+        self.is_on = plan.upload_to is not None
         self._shipper: Shipper | None = None
         leads = gather_objects(world, places.leads(world))
-        if plan.ship_to is not None and leads[world.rank]:
-            host, keep = sum(leads[: world.rank]), plan.run.checkpoint.keep
-            self._shipper = Shipper(places.root, plan.ship_to, host, keep, plan.keep_every)
+        if plan.upload_to is not None and leads[world.rank]:
+            host, keep = sum(leads[: world.rank]), plan.run.checkpoint.keep_last
+            self._shipper = Shipper(places.root, plan.upload_to, host, keep, plan.keep_every)
 
     def __enter__(self) -> Self:
         if self._shipper is not None:
@@ -94,7 +94,8 @@ class Shipping:
             if steps:
                 listed = ", ".join(f"{step:,}" for step in steps[::-1])
                 log.warning(
-                    f"not shipped to {self._plan.ship_to} yet: steps {listed}; they are in {root} on {node}, "
+                    f"not shipped to {self._plan.upload_to} yet: steps {listed}; they are in {root} on "
+                    f"{node}, "
                     "and the next start ships them"
                 )
 
@@ -261,7 +262,7 @@ class Saver:
                 log.warning(line)
             return
         self._num_failed += 1
-        limit = self._plan.run.checkpoint.failures
+        limit = self._plan.run.checkpoint.max_consecutive_failures
         told = (
             f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; "
             f"the one before it is intact ({self._num_failed} of {limit} failures in a row that stop the run)"
@@ -285,7 +286,9 @@ class Saver:
         if len(intervals) < _MEASURED_SAVES:
             return
         stall = median(stalled for _, stalled, _ in [*self._measured][1:])  # the first allocates buffers
-        warning = None if self._warned else stall_warning(stall, median(intervals), section.stall_share)
+        warning = (
+            None if self._warned else stall_warning(stall, median(intervals), section.max_stall_fraction)
+        )
         if warning is not None:
             self._warned = True
             yield warning
@@ -303,7 +306,7 @@ class Saver:
             with contextlib.suppress(OSError, ValueError, KeyError):  # it was pruned meanwhile
                 mark = json.loads((folder / SHIPPED).read_text())
                 told = {"checkpoint": folder.name, "bytes": mark["bytes"], "seconds": mark["seconds"]}
-                self._monitor.event("shipped", **told)
+                self._monitor.event("upload", **told)
         self._seen_shipped |= shipped
 
     def _published(self, step: int) -> None:
@@ -324,10 +327,10 @@ class Saver:
         section = self._plan.run.checkpoint
         prune(
             self._places.root,
-            keep=section.keep,
+            keep=section.keep_last,
             keep_every=self._plan.keep_every,
             only_shipped=self._shipping.is_on,
-            num_calm=1 + len(self._plan.run.watchdog.respond),
+            num_calm=1 + len(self._plan.run.watchdog.policy),
         )
 
     def _manifest(self, state: RunState) -> Manifest:

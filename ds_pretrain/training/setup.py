@@ -89,13 +89,13 @@ def open_places(plan: Plan, world: World) -> Places:
     Raises:
         InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
     """
-    per_host = plan.run.checkpoint.local is not None
+    per_host = plan.run.checkpoint.local_dir is not None
     places = Places(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
     if per_host:
         _require_own_folders(places, world)
-    if plan.ship_to is None:
+    if plan.upload_to is None:
         return places
-    place = plan.ship_to
+    place = plan.upload_to
     on_main(world, lambda: _prove_place(plan, open_remote(place)))
     on_each_rank(world, lambda: remote_at(place).place)
     return replace(places, remote=remote_at(place))
@@ -126,11 +126,11 @@ def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
         return  # whoever reads a checkpoint there says what is wrong
     if not isinstance(found, dict):
         raise InputError(
-            f"checkpoint.ship_to = {remote.place} has a label that is none of ours; give another place"
+            f"checkpoint.upload_to = {remote.place} has a label that is none of ours; give another place"
         )
     if found and (found.get("name") != name or run not in (None, found.get("run"))):
         raise InputError(
-            f"checkpoint.ship_to = {remote.place} holds the checkpoints of another run "
+            f"checkpoint.upload_to = {remote.place} holds the checkpoints of another run "
             f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run a place of its own"
         )
 
@@ -149,7 +149,7 @@ def _require_own_folders(places: Places, world: World) -> None:
     problem, mine = None, uuid.uuid4().hex
     if places.leads(world):
         try:
-            ensure_writable_folder(places.root, "checkpoint.local")
+            ensure_writable_folder(places.root, "checkpoint.local_dir")
             write_atomic(places.root / word, mine)
         except (InputError, OSError) as error:
             problem = str(error)
@@ -162,7 +162,8 @@ def _require_own_folders(places: Places, world: World) -> None:
     ]
     for sees in gather_objects(world, (platform.node(), seen) if places.leads(world) else ("", [])):
         problems += [
-            f"checkpoint.local = {places.root.parent} is one folder on {sees[0]} and on {node}; name one of "
+            f"checkpoint.local_dir = {places.root.parent} is one folder on {sees[0]} and on {node}; name "
+            f"one of "
             "each host's own, or leave it out if all hosts share it"
             for node in sees[1]
         ]
@@ -179,13 +180,13 @@ def _reads(path: Path, expected: str) -> bool:
 
 def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engine:
     """Build the model, with the weights of `base`, and hand it to DeepSpeed. Collective."""
-    assert (base is None) == (plan.run.model.base is None)
+    assert (base is None) == (plan.run.model.pretrained is None)
     config = plan.resolved_deepspeed
     seed_streams(plan.run.seed, world.rank)
     model = build_model(
         plan.model_text,
         qk_norm=plan.run.model.qk_norm,
-        recompute=plan.run.model.recompute,
+        recompute=plan.run.model.activation_checkpointing,
         seed=plan.run.seed,
         dtype=dtype_of(config),
         world=world,
@@ -248,7 +249,11 @@ class PhaseSwitch:
             return
         model = self._models[phase.name]
         num_tables = apply_rope(self._module, model)
-        recompute = self._plan.run.model.recompute if phase.recompute is None else phase.recompute
+        recompute = (
+            self._plan.run.model.activation_checkpointing
+            if phase.activation_checkpointing is None
+            else phase.activation_checkpointing
+        )
         set_recompute(self._module, recompute)
         if self._world.is_main and (self._phase is not None or num_tables):
             start = self._plan.timeline.phase_start(phase.name)
@@ -271,7 +276,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
     device = torch.cuda.get_device_name() if uses_gpu() else None
     return Monitor(
         out=plan.out,
-        every=section.every,
+        every=section.log_every,
         wandb=wandb,
         run_config=plan.run.model_dump(mode="json"),
         attempt=record.attempt,
@@ -287,7 +292,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 def open_feed(plan: Plan, sources: Mapping[str, TokenSource], world: World) -> Feed:
     """The feed of this rank, which is that of its neighbors where they share sequences."""
-    micro = {phase.name: plan.run.micro_sequences(phase.name) for phase in plan.run.phases}
+    micro = {phase.name: plan.run.micro_batch_size(phase.name) for phase in plan.run.phases}
     sampler = open_sampler(plan, sources)
     readers = world.readers(plan.sequence_parallel_size)
     return Feed(sampler, sources, readers, micro, plan.run.model.mask_documents)

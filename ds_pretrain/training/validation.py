@@ -38,7 +38,11 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, sets: Sequence[ValidationSet], micro_sequences: int, world: World, retrieval: bool = False
+    engine: Engine,
+    sets: Sequence[ValidationSet],
+    micro_batch_size: int,
+    world: World,
+    retrieval: bool = False,
 ) -> Evaluation:
     """Measure the model on fixed samples: one reduction a source. No random stream moves. Collective."""
     readers = world.readers(engine.ranks_a_sequence)
@@ -47,8 +51,8 @@ def evaluate(
         for chosen in sets:
             ends = doublings(chosen.seq_len)
             prompts = make_prompts(chosen) if retrieval else None
-            mine = _measure(engine, chosen, micro_sequences, readers)  # [2 + 2 K]
-            asked = _ask(engine, prompts, micro_sequences, readers) if prompts else np.zeros(0)  # [G C]
+            mine = _measure(engine, chosen, micro_batch_size, readers)  # [2 + 2 K]
+            asked = _ask(engine, prompts, micro_batch_size, readers) if prompts else np.zeros(0)  # [G C]
             total = gather_rows(world, [*mine, *asked]).sum(axis=0)  # [2 + 2 K + G C]
             losses[chosen.name] = float(total[0] / total[1])
             nll, count, rest = np.split(total[2:], [len(ends), 2 * len(ends)])  # [K], [K], [G C]
@@ -61,13 +65,13 @@ def evaluate(
 
 
 def _measure(
-    engine: Engine, chosen: ValidationSet, micro_sequences: int, readers: World
+    engine: Engine, chosen: ValidationSet, micro_batch_size: int, readers: World
 ) -> NDArray[np.float64]:
     """This rank's sums: of all losses, of tokens, and both again for each bucket of positions: [2 + 2 K]."""
     ends = doublings(chosen.seq_len)
     nll, count = 0.0, 0
     by_bucket = np.zeros((2, len(ends)))
-    for micro in validation_batches(chosen, readers, micro_sequences):
+    for micro in validation_batches(chosen, readers, micro_batch_size):
         losses, labels = token_losses_of(engine, micro)  # [B, T] each
         nll += sum_losses(losses)
         valid = (labels != IGNORED).cpu().numpy()  # [B, T]
@@ -79,11 +83,11 @@ def _measure(
     return np.concatenate([[nll, count], *by_bucket])
 
 
-def _ask(engine: Engine, prompts: Prompts, micro_sequences: int, readers: World) -> NDArray[np.float64]:
+def _ask(engine: Engine, prompts: Prompts, micro_batch_size: int, readers: World) -> NDArray[np.float64]:
     """This rank's sums of the losses of hidden keys, by length and place: [G C]."""
     sums = np.zeros((len(prompts.rows), NUM_PLACES))
     for row, length in zip(sums, prompts.rows, strict=True):
-        for micro, places in prompt_batches(prompts, length, readers, micro_sequences):
+        for micro, places in prompt_batches(prompts, length, readers, micro_batch_size):
             nll = token_losses_of(engine, micro)[0].sum(dim=-1, dtype=torch.float64)  # [B]
             row += np.bincount(places, nll.cpu().numpy(), NUM_PLACES)
     return sums.reshape(-1)

@@ -101,7 +101,7 @@ def _judge_non_finite(settings: WatchdogSection, memory: WatchdogState, record: 
     )
     if record.update_applied:
         message += "; the update was applied, so the weights may be damaged"
-    action: Action = "roll_back" if streak.num_steps == settings.non_finite else "watch"
+    action: Action = "roll_back" if streak.num_steps == settings.max_non_finite_steps else "watch"
     return memory, Verdict(action, "non_finite", streak.onset, message)
 
 
@@ -211,7 +211,9 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     usual_level = max(lowest, _level_before_fall(settings, memory) or 0.0)
     spread = max(usual.spread, _loss_floor(usual))
     rise = level - usual_level
-    drift = min(rise / (settings.drift * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread))
+    drift = min(
+        rise / (settings.drift_threshold * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread)
+    )
     halfway = None if drift < 0.5 else memory.drift_halfway or memory.step
     memory = replace(memory, slow_level=slow, lowest_level=lowest, drift_halfway=halfway)
     if halfway is None:
@@ -235,16 +237,16 @@ def _slow_level(settings: WatchdogSection, memory: WatchdogState) -> float:
 def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> float | None:
     """The gradient norm above which the update to come, in `phase`, is dropped; None: none is.
 
-    It is where `stats.score` is `drop_sigmas`. None also while too little is known (a start, a new phase),
+    It is where `stats.score` is `skip_update_sigmas`. None also while too little is known (a new phase),
     and once the norm was high for half of `patience`: then its level has changed and training must go on. The
     other half is left for a spike of the loss to heal in, which it cannot while the weights stand still.
     """
     usual, rise = memory.norm, memory.norm_rise
-    if settings.drop_sigmas is None or settings.mode != "act" or phase != memory.phase:
+    if settings.skip_update_sigmas is None or settings.mode != "act" or phase != memory.phase:
         return None
     if not is_warm(settings, usual) or (rise is not None and 2 * rise.num_steps >= settings.patience):
         return None
-    above = settings.drop_sigmas * max(usual.spread, NORM_FLOOR)
+    above = settings.skip_update_sigmas * max(usual.spread, NORM_FLOOR)
     return exp(min(usual.centre + max(usual.lag + above, above / 2), HIGHEST_LOG))
 
 
@@ -293,7 +295,11 @@ def _judge_dropped(
         sigmas = score(memory.norm, value, NORM_FLOOR)
         message += f", {sigmas:.1f} spreads above the usual {exp(memory.norm.centre):.4g}"
     memory, rise = _risen(settings, memory, stride)
-    limit = "" if settings.drop_sigmas is None else f" (watchdog.drop_sigmas = {settings.drop_sigmas:g})"
+    limit = (
+        ""
+        if settings.skip_update_sigmas is None
+        else f" (watchdog.skip_update_sigmas = {settings.skip_update_sigmas:g})"
+    )
     message += f"{limit}; high since step {rise.onset}; weights and moments are as they were"
     return memory, Verdict("watch", "norm_rise", rise.onset, message)
 

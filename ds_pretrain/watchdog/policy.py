@@ -46,24 +46,24 @@ def respond(
     history = since_stop(history)
     older = [calm for calm in calm_steps if calm < onset]
     newest = max(older, default=None)
-    since = step_before(timeline, step, section.stretch)
+    since = step_before(timeline, step, section.rollback_window)
     recent = [rollback for rollback in history if rollback.step > since]
-    if len(recent) >= section.rollbacks:
+    if len(recent) >= section.max_rollbacks:
         are = "is" if len(recent) == 1 else "are"
-        words = f"{counted(len(recent), 'rollback')} in {section.stretch} {are} all that is allowed"
+        words = f"{counted(len(recent), 'rollback')} in {section.rollback_window} {are} all that is allowed"
         return Response("stop", newest, words)
     here = [rollback for rollback in history if is_same_place(section, timeline, rollback, onset)]
-    if len(here) >= len(section.respond):
+    if len(here) >= len(section.policy):
         tried = ", then ".join(rollback.response for rollback in here)
-        reason = f"it came back at the same place after {tried}" if here else "watchdog.respond is empty"
+        reason = f"it came back at the same place after {tried}" if here else "watchdog.policy is empty"
         return Response("stop", newest, reason)
     before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
     if not older:
         return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
     to_step = max(before) if before else min(older)
-    what = {"replay": "the same data again", "skip": "without the data around it"}[section.respond[len(here)]]
+    what = {"replay": "the same data again", "skip": "without the data around it"}[section.policy[len(here)]]
     return Response(
-        section.respond[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
+        section.policy[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
     )
 
 
@@ -94,7 +94,7 @@ def after_rollback(
     return RunState(
         step=base.step,
         ledger=ledger,
-        num_dropped=base.num_dropped,
+        num_skipped_updates=base.num_skipped_updates,
         num_healthy=base.num_healthy,
         watchdog=base.watchdog,
         rollbacks=(*state.rollbacks, rollback),

@@ -261,7 +261,7 @@ def test_settings_are_compared_by_their_dotted_paths(tmp_path: Path) -> None:
 
 def test_other_ranks_stages_and_formats_of_the_same_state_are_bitwise_equal(tmp_path: Path) -> None:
     """Two ranks of ZeRO-2; the same state on three of ZeRO-3 in small sub-groups; and the universal form."""
-    options: dict[str, Any] = {"steps": 6, "batch_tokens": 16 * 12, "micro_sequences": 1}
+    options: dict[str, Any] = {"steps": 6, "batch_tokens": 16 * 12, "micro_batch_size": 1}
     run_file = make_run(tmp_path / "two", deepspeed=deepspeed_json(2), **options)
     other = make_run(
         tmp_path / "three",

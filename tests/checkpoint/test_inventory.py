@@ -63,7 +63,10 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
         str(manifest.world_size),
         str(manifest.zero_stage),
     ]
-    assert [header.index(word) for word in ("calm", "shipped")] == [row.index("yes"), row.rindex("yes")]
+    assert [header.index(word) for word in ("known good", "uploaded")] == [
+        row.index("yes"),
+        row.rindex("yes"),
+    ]
     assert main(["checkpoints", str(out), "unpin", "20"]) == 0
     assert main(["checkpoints", str(out), "list"]) == 0
     assert cells(capsys.readouterr().out.splitlines()[2])[7] == "-"
@@ -207,7 +210,7 @@ def shipping(folder: Path, places: str) -> Path:
 def test_a_run_whose_checkpoints_lie_elsewhere_says_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_file = shipping(tmp_path, f'local = "{tmp_path}/nvme"\nship_to = "{tmp_path}/vault"')
+    run_file = shipping(tmp_path, f'local_dir = "{tmp_path}/nvme"\nupload_to = "{tmp_path}/vault"')
     plan = load_plan(run_file)
     for words in (["list"], ["verify"], ["pin", "10"], ["diff", "10", "20"]):
         assert main(["checkpoints", str(run_file), *words]) == 2
@@ -221,7 +224,7 @@ def test_a_run_whose_checkpoints_lie_elsewhere_says_where(
     assert main(["checkpoints", str(run_file), "--shipped"]) == 0
     assert f"{tmp_path}/vault holds no checkpoint" in capsys.readouterr().out
 
-    run_file = shipping(tmp_path / "shared", f'ship_to = "{tmp_path}/vault"')
+    run_file = shipping(tmp_path / "shared", f'upload_to = "{tmp_path}/vault"')
     assert main(["checkpoints", str(run_file)]) == 2
     said = capsys.readouterr().err
     assert f"checkpoints here; and what has been shipped is in {tmp_path}/vault: ask" in said
@@ -235,7 +238,7 @@ def test_shipped_is_refused_where_nothing_is_shipped(
     run_file = make_run(tmp_path)
     assert main(["checkpoints", str(run_file), "--shipped"]) == 2
     assert (
-        f"{run_file}: checkpoints are not shipped; --shipped needs checkpoint.ship_to there"
+        f"{run_file}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
         in capsys.readouterr().err
     )
     assert main(["checkpoints", str(run_file)]) == 0

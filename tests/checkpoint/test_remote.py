@@ -134,7 +134,7 @@ def test_a_place_that_cannot_be_used_is_refused_with_what_to_do(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=message) as caught:
         open_remote(place)
-    assert str(caught.value).startswith(f"checkpoint.ship_to = {place}: ")
+    assert str(caught.value).startswith(f"checkpoint.upload_to = {place}: ")
 
 
 def test_a_place_that_forgets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,7 +392,7 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with heard() as told:
         prune(tmp_path, keep=1, keep_every=None)
-    torn = tmp_path / "step_000000003.doomed.partial"
+    torn = tmp_path / "step_000000003.expired.partial"
     assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
 
@@ -476,7 +476,7 @@ def test_p19_the_older_save_of_a_step_comes_back_if_the_newer_is_not_whole(tmp_p
 def test_what_is_being_deleted_does_not_come_back(tmp_path: Path) -> None:
     world = World()
     _save(tmp_path, 3, world)
-    (tmp_path / "step_000000003").rename(tmp_path / "step_000000003.doomed.partial")
+    (tmp_path / "step_000000003").rename(tmp_path / "step_000000003.expired.partial")
     assert _find(tmp_path, world) == (None, [], None)
 
 
@@ -515,18 +515,18 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     with heard() as told:
         store.leave(Places(tmp_path, tmp_path), 2, world)
     assert _names(tmp_path) == [
-        *("latest", step_name(2), f"{step_name(4)}.doomed.partial", f"{step_name(6)}.left_1"),
-        f"{step_name(8)}.doomed.partial",
+        *("latest", step_name(2), f"{step_name(4)}.expired.partial", f"{step_name(6)}.abandoned_1"),
+        f"{step_name(8)}.expired.partial",
     ]
     assert told == [
         f"{step_name(6)} is pinned, and of a branch that the run has left: "
-        f"it is kept as {step_name(6)}.left_1"
+        f"it is kept as {step_name(6)}.abandoned_1"
     ]
     _save(tmp_path, 6, world)  # the run comes by again
     (tmp_path / step_name(6) / PINNED).touch()
     store.leave(Places(tmp_path, tmp_path), 2, world)
     prune(tmp_path, keep=1, keep_every=None)
-    assert {f"{step_name(6)}.left_1", f"{step_name(6)}.left_2"} <= set(_names(tmp_path))
+    assert {f"{step_name(6)}.abandoned_1", f"{step_name(6)}.abandoned_2"} <= set(_names(tmp_path))
     assert published(tmp_path) == [tmp_path / step_name(2)]
 
 

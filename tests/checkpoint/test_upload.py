@@ -435,7 +435,7 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
     assert kept(only_shipped=True) == [60, 50, 40, 30]
     assert told == [
         "the checkpoint of step 20 is deleted and was never shipped: 4 newer ones are here; mend the place, "
-        "or save less often or raise checkpoint.keep if it is too slow"
+        "or save less often or raise checkpoint.keep_last if it is too slow"
     ]
     assert kept() == [60, 50]
     assert len(told) == 1

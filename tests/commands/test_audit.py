@@ -508,7 +508,7 @@ def test_what_the_ledger_the_rollbacks_and_the_checkpoint_say_has_to_agree(
     state = told.state
     write_cure(told.out, replace(state, ledger=RunState().ledger))
     said = _audit(capsys, told.out)[1]
-    assert "cure.json lists 0 skips, and the checkpoint of step 40 1 skip that are not the same" in said
+    assert "rollbacks.json lists 0 skips, and the checkpoint of step 40 1 skip that are not the same" in said
     assert "the ledger has 0 skips, and 1 of the rollbacks skipped something; expected as many" in said
     write_cure(told.out, replace(state, rollbacks=(replace(state.rollbacks[0], to_step=15),)))
     said = _audit(capsys, told.out)[1]
@@ -522,10 +522,12 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).write()
-    (told.out / "cure.json").unlink()
+    (told.out / "rollbacks.json").unlink()
     code, said = _audit(capsys, told.out)
     assert code == 1
-    assert "metrics.jsonl tells of rollback 1 at step 24, and cure.json and the checkpoints know 0" in said
+    assert (
+        "metrics.jsonl tells of rollback 1 at step 24, and rollbacks.json and the checkpoints know 0"
+    ) in said
     told.checkpoint()
     state = told.out / "checkpoints" / step_name(30) / "run_state.json"
     for is_emptied in (False, True):
@@ -537,11 +539,13 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
         assert "not ok     " in said.splitlines()[-1]
         assert "1 problem" in said.splitlines()[-1]
         assert (
-            "cure.json is missing, or lists 0 of the 1 rollbacks that the checkpoint of step 30 knows"
+            "rollbacks.json is missing, or lists 0 of the 1 rollbacks that the checkpoint of step 30 knows"
         ) in said
         assert f'make it anew from "rollbacks" and "skips" of {state}, which are the same' in said
     known = json.loads(state.read_text())
-    (told.out / "cure.json").write_text(json.dumps({name: known[name] for name in ("rollbacks", "skips")}))
+    (told.out / "rollbacks.json").write_text(
+        json.dumps({name: known[name] for name in ("rollbacks", "skips")})
+    )
     assert _audit(capsys, told.out)[0] == 0
 
 
@@ -550,23 +554,23 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
     [
         (
             {"phase": "pain"},
-            "cure.json: skip 1 is of phase 'pain'; expected one of main; put an intact copy back",
+            "rollbacks.json: skip 1 is of phase 'pain'; expected one of main; put an intact copy back",
         ),
         (
             {"stop": 10**30},
-            "cure.json: skip 1 ends with draw 1,000,000,000,000,000,000,000,000,000,000; expected",
+            "rollbacks.json: skip 1 ends with draw 1,000,000,000,000,000,000,000,000,000,000; expected",
         ),
-        ({"stop": 901.5}, "cure.json cannot be read (`skips.0.stop`: Input should be a valid integer"),
-        ({"phase": None}, "cure.json cannot be read (`skips.0.phase`: Input should be a valid string"),
+        ({"stop": 901.5}, "rollbacks.json cannot be read (`skips.0.stop`: Input should be a valid integer"),
+        ({"phase": None}, "rollbacks.json cannot be read (`skips.0.phase`: Input should be a valid string"),
     ],
 )
 def test_a_skip_that_cannot_be_of_the_run_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: dict[str, Any], said: str
 ) -> None:
     told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).write()
-    cure = json.loads((told.out / "cure.json").read_text())
+    cure = json.loads((told.out / "rollbacks.json").read_text())
     cure["skips"][0].update(skip)
-    (told.out / "cure.json").write_text(json.dumps(cure))
+    (told.out / "rollbacks.json").write_text(json.dumps(cure))
     for words in ((), ("--skipped",), ("--step", 20)):
         code, told_words = _audit(capsys, told.out, *words)
         assert code == 2
@@ -586,18 +590,18 @@ def test_a_rollback_of_wrong_types_is_said_and_a_checkpoint_with_one_is_no_witne
     told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(30).checkpoint().write()
     for path, code in (
         (told.out / "checkpoints" / step_name(30) / "run_state.json", 0),
-        (told.out / "cure.json", 2),
+        (told.out / "rollbacks.json", 2),
     ):
         data = json.loads(path.read_text())
         data["rollbacks"][0].update(change)
         path.write_text(json.dumps(data))
         found, said = _audit(capsys, told.out)
         assert found == code, said
-    assert "cure.json cannot be read" in said
-    (told.out / "cure.json").unlink()
+    assert "rollbacks.json cannot be read" in said
+    (told.out / "rollbacks.json").unlink()
     found, said = _audit(capsys, told.out)
     assert found == 1
-    assert "cure.json and the checkpoints know 0" in said
+    assert "rollbacks.json and the checkpoints know 0" in said
 
 
 def test_a_checkpoint_whose_state_is_no_object_is_no_witness(

@@ -143,7 +143,7 @@ def write_ids(
 
 # What is wrong: how to make it so, and what the one message says. FOLDER stands for the run's folder.
 BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "a missing key": (without("peak = "), ("FOLDER/run.toml: `schedule.peak` is missing",)),
+    "a missing key": (without("peak_lr = "), ("FOLDER/run.toml: `schedule.peak_lr` is missing",)),
     "a misspelt key": (
         overriding("schedule.warmpu=3 steps"),
         ("override of schedule.warmpu: unknown key `schedule.warmpu`; did you mean `warmup`?",),
@@ -171,7 +171,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         json_with("params", "lr", 1e-3),
         (
             "FOLDER/deepspeed.json: `optimizer.params.lr` = 0.001, but FOLDER/run.toml sets "
-            "schedule.peak = 0.01; delete it from the JSON: the run file owns the rate",
+            "schedule.peak_lr = 0.01; delete it from the JSON: the run file owns the rate",
         ),
     ),
     "a scheduler in the JSON": (
@@ -187,7 +187,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "a micro-batch in the JSON": (
         json_with(None, "train_micro_batch_size_per_gpu", 1),
-        ("`train_micro_batch_size_per_gpu` = 1, but FOLDER/run.toml gives 2 (batch.micro_sequences)",),
+        ("`train_micro_batch_size_per_gpu` = 1, but FOLDER/run.toml gives 2 (batch.micro_batch_size)",),
     ),
     "a misspelt key in the JSON": (
         json_with(None, "gradient_cliping", 1.0),
@@ -260,7 +260,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ),
     ),
     "a batch that no world divides": (
-        overriding("batch.micro_sequences=3"),
+        overriding("batch.micro_batch_size=3"),
         ("which no number of ranks divides into whole micro-batches", "nearest batch.tokens: 96 or 144"),
     ),
     "no rank at all": (overriding("--world", "0"), ("world size 0 (from --world): expected 1 or more",)),
@@ -439,8 +439,8 @@ RANKS: dict[str, tuple[Spoil, str]] = {
     "a token id out of range": (id_out_of_range, "FOLDER/code.bin: offset 600: token 300 has id 5000"),
     "a truncated .bin": (truncated, "FOLDER/code.bin: "),
     "an accumulation that does not follow": (
-        overriding("batch.accumulation=4"),
-        "(from the launcher) make accumulation 2, but batch.accumulation = 4",
+        overriding("batch.gradient_accumulation_steps=4"),
+        "(from the launcher) make accumulation 2, but batch.gradient_accumulation_steps = 4",
     ),
     "an output that cannot be written": (below_a_file, "cannot write there (FOLDER/file is not a folder)"),
     "an output that turns out unwritable": (

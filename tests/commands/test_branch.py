@@ -181,7 +181,10 @@ def test_the_first_start_compares_once_more_and_records_what_is_another(tmp_path
     ("override", "field"),
     [
         ("seed=9", "`seed` is 9, but the run of {folder} was started with 7; set it back: a branch has"),
-        ("schedule.peak=3e-3", "`schedule.peak` is 0.003, but the run of {folder} was started with 0.01"),
+        (
+            "schedule.peak_lr=3e-3",
+            "`schedule.peak_lr` is 0.003, but the run of {folder} was started with 0.01",
+        ),
         ("batch.tokens=256", "`batch.tokens` is 256 tokens, but"),
         ("phases.0.mixture={text = 0.5, code = 0.5}", "`phases.main.mixture.text` is 0.5, but"),
         ("model.qk_norm=false", "`model.qk_norm` is false, but"),
@@ -208,7 +211,7 @@ def test_what_lies_ahead_may_differ_sources_too(tmp_path: Path) -> None:
         "[valid", f"{phase}[valid"
     )
     (tmp_path / "run.toml").write_text(text)
-    assert main(words(tmp_path, 8, "batch.micro_sequences=1", "schedule.floor=0.1")) == 0
+    assert main(words(tmp_path, 8, "batch.micro_batch_size=1", "schedule.min_lr_ratio=0.1")) == 0
     manifest = parse_manifest((tmp_path / "cool/checkpoints" / step_name(8) / MANIFEST).read_text())
     assert manifest.probe is not None  # the first start knows whether its model computes the same there
 
@@ -217,8 +220,8 @@ def test_a_past_schedule_may_be_another_on_purpose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_parent(tmp_path)
-    peak = "schedule.peak=3e-3"
-    assert 'accept it with accept_changes = ["schedule.peak"]' in refusal(capsys, words(tmp_path, 8, peak))
+    peak = "schedule.peak_lr=3e-3"
+    assert 'accept it with accept_changes = ["schedule.peak_lr"]' in refusal(capsys, words(tmp_path, 8, peak))
     assert main(words(tmp_path, 8, peak, 'accept_changes=["schedule"]')) == 0
 
 
@@ -274,20 +277,21 @@ def _ship(folder: Path) -> None:
         (
             None,
             8,
-            ("checkpoint.local={folder}/x", "checkpoint.ship_to={folder}/out/checkpoints"),
-            "checkpoint.ship_to = {folder}/out/checkpoints lies in the parent's folder of checkpoints",
+            ("checkpoint.local_dir={folder}/x", "checkpoint.upload_to={folder}/out/checkpoints"),
+            "checkpoint.upload_to = {folder}/out/checkpoints lies in the parent's folder of checkpoints",
         ),
         (
             None,
             8,
-            ("checkpoint.local={folder}/out/x",),
-            "checkpoint.local = {folder}/out/x lies in the parent's run directory",
+            ("checkpoint.local_dir={folder}/out/x",),
+            "checkpoint.local_dir = {folder}/out/x lies in the parent's run directory",
         ),
         (
             _ship,
             8,
-            ("checkpoint.ship_to={folder}/shipped",),
-            'ship_to = {folder}/shipped holds the checkpoints of another run ({{"name": "tiny"}}); give each',
+            ("checkpoint.upload_to={folder}/shipped",),
+            'upload_to = {folder}/shipped holds the checkpoints of another run ({{"name": "tiny"}}); give '
+            "each",
         ),
         (None, 8, ("name=tiny",), "name = 'tiny' is the parent's; give the branch a name of its own"),
         (
@@ -300,8 +304,8 @@ def _ship(folder: Path) -> None:
         (
             None,
             8,
-            ("checkpoint.local={folder}/fast", "checkpoint.ship_to=memory://x"),
-            "checkpoint.local and checkpoint.ship_to = memory://x leave no folder that all hosts share",
+            ("checkpoint.local_dir={folder}/fast", "checkpoint.upload_to=memory://x"),
+            "checkpoint.local_dir and checkpoint.upload_to = memory://x leave no folder that all hosts share",
         ),
     ],
 )
@@ -357,7 +361,7 @@ def test_check_compares_with_the_newest_checkpoint_where_the_record_is_lost(
 
 def test_a_step_in_the_parents_decay_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_parent(tmp_path)
-    command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_sequences=1")
+    command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_batch_size=1")
     assert main(command) == 0
     said = capsys.readouterr().err
     assert "WARNING    step 11 lies in the parent's decay, which began at step 9" in said
@@ -400,7 +404,7 @@ def _shipped_parent(folder: Path, place: str) -> list[str]:
     own = (folder / "run.toml").read_text()
     (folder / "cool.toml").write_text(own)
     (folder / "run.toml").write_text(
-        own.replace("keep = 20", f'keep = 20\nlocal = "{folder}/fast"\nship_to = "{place}"')
+        own.replace("keep_last = 20", f'keep_last = 20\nlocal_dir = "{folder}/fast"\nupload_to = "{place}"')
     )
     command = words(folder, 8)
     return [command[0], str(folder / "run.toml"), *command[2:4], str(folder / "cool.toml"), *command[5:]]
@@ -429,8 +433,8 @@ def test_a_parent_at_a_url_is_fetched_and_verified(
     # The place itself may be named, and is the parent's alone.
     other = [command[0], place, *command[2:], "name=other", f"out={tmp_path}/other"]
     assert main(other) == 0
-    said = refusal(capsys, [*other, f"out={tmp_path}/more", f"checkpoint.ship_to={place}"])
-    assert f"checkpoint.ship_to = {place} is where the parent's checkpoints are" in said
+    said = refusal(capsys, [*other, f"out={tmp_path}/more", f"checkpoint.upload_to={place}"])
+    assert f"checkpoint.upload_to = {place} is where the parent's checkpoints are" in said
 
 
 def test_what_cannot_be_fetched_whole_is_refused_and_nothing_is_left_behind(
@@ -463,7 +467,9 @@ def test_a_run_directory_whose_checkpoints_are_elsewhere_says_what_to_name(
     (out / "checkpoints").rename(tmp_path / "shipped")
     (out / "run.toml").touch()
     said = refusal(capsys, words(tmp_path, 8))
-    assert "out holds no checkpoint; give the run file, whose checkpoint.ship_to says where they were" in said
+    assert (
+        "out holds no checkpoint; give the run file, whose checkpoint.upload_to says where they were" in said
+    )
     command = words(tmp_path, 8)
     assert main([command[0], str(tmp_path / "shipped"), *command[2:]]) == 0
 

@@ -57,13 +57,15 @@ def test_verify_resume_launches_as_train_does(
 ) -> None:
     """The same command but for its own overrides; here nothing is trained, and that is said."""
     run_file = str(make_run(tmp_path))
-    assert cli.main(["verify-resume", run_file, "schedule.peak=2e-3", "--ranks", "2", "--steps", "4"]) == 75
+    assert (
+        cli.main(["verify-resume", run_file, "schedule.peak_lr=2e-3", "--ranks", "2", "--steps", "4"]) == 75
+    )
     assert (
         "the first launch ended with code 75, and there is no checkpoint of step 4" in capsys.readouterr().out
     )
     [(command, out)] = launched
     words = after_the_module(command)
-    assert (words[:2], words[-2:]) == ([run_file, "schedule.peak=2e-3"], ["--stop-after", "8"])
+    assert (words[:2], words[-2:]) == ([run_file, "schedule.peak_lr=2e-3"], ["--stop-after", "8"])
     assert out == tmp_path / "out.verify-resume/run"
     assert [host.slots for host in command.hosts] == [2]
 

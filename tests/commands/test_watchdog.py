@@ -55,7 +55,7 @@ def test_overrides_judge_with_other_values(tmp_path: Path, capsys: pytest.Captur
         ("watchdog.patience=0", "`watchdog.patience` = 0: expected greater than 0"),
         ("watchdog.patiense=9", "unknown key `watchdog.patiense`; did you mean `patience`?"),
         ("watchdog.window=1", "`watchdog.window` = 1: expected greater than or equal to 2"),
-        ("monitor.every=3", "unknown key `monitor`"),
+        ("monitor.log_every=3", "unknown key `monitor`"),
         ("watchdog.mode=off", 'watchdog.mode is "off"; add watchdog.mode=observe'),
     ],
 )
@@ -159,7 +159,7 @@ def test_what_was_taken_back_is_judged_as_it_happened(
     [
         (["watchdog.patience=60"], f"no roll_back, only watched, spike since step {NEXT}"),
         (["watchdog.patience=10"], f"roll_back at step {NEXT + 9}, lasting_spike since step {NEXT}"),
-        (["watchdog.loss_sigmas=900", "watchdog.drift=1"], "nothing"),
+        (["watchdog.loss_sigmas=900", "watchdog.drift_threshold=1"], "nothing"),
     ],
 )
 def test_what_was_taken_back_is_judged_with_the_settings_asked_for(

@@ -99,7 +99,7 @@ ONE_MESSAGE: list[tuple[str, Any, tuple[str, ...]]] = [
         "optimizer.params.lr",
         0.001,
         (
-            "`optimizer.params.lr` = 0.001, but run.toml sets schedule.peak = 0.0003",
+            "`optimizer.params.lr` = 0.001, but run.toml sets schedule.peak_lr = 0.0003",
             "delete it from the JSON: the run file owns the rate",
         ),
     ),
@@ -139,7 +139,7 @@ ONE_MESSAGE: list[tuple[str, Any, tuple[str, ...]]] = [
         "train_micro_batch_size_per_gpu",
         4,
         (
-            "`train_micro_batch_size_per_gpu` = 4, but run.toml gives 2 (batch.micro_sequences)",
+            "`train_micro_batch_size_per_gpu` = 4, but run.toml gives 2 (batch.micro_batch_size)",
             "delete it from the JSON",
         ),
     ),
@@ -312,7 +312,7 @@ def test_what_is_refused_unless_off_does_not_reach_deepspeed_when_it_is_off() ->
     """DeepSpeed raises on the mere presence of features that it removed."""
     off = deepspeed_json(sparse_gradients=False, fp16=None, amp={"enabled": False})
     assert problems_of(off) == []
-    resolved = resolve_deepspeed(off, peak=3e-4, micro_sequences=2)
+    resolved = resolve_deepspeed(off, peak=3e-4, micro_batch_size=2)
     assert resolved.keys() & {"sparse_gradients", "fp16", "amp"} == set()
 
 
@@ -333,7 +333,7 @@ def test_p12_two_sources_of_the_rate_are_refused_with_both_values() -> None:
     problems = problems_of(config)
     assert len(problems) == 2
     assert "`scheduler`" in problems[0]
-    assert "`optimizer.params.lr` = 0.001, but run.toml sets schedule.peak = 0.0003" in problems[1]
+    assert "`optimizer.params.lr` = 0.001, but run.toml sets schedule.peak_lr = 0.0003" in problems[1]
 
 
 def test_p12_even_the_same_rate_in_two_places_is_refused() -> None:
@@ -373,7 +373,7 @@ def test_p30_auto_inside_a_list_is_refused_with_its_place() -> None:
 
 def test_p30_what_the_engine_gets_holds_no_auto_and_the_runs_own_batch_and_rate() -> None:
     config = deepspeed_json(train_batch_size=512, steps_per_print=7)
-    resolved = resolve_deepspeed(config, peak=3e-4, micro_sequences=2)
+    resolved = resolve_deepspeed(config, peak=3e-4, micro_batch_size=2)
     assert '"auto"' not in json.dumps(resolved)
     assert "train_batch_size" not in resolved
     assert resolved["train_micro_batch_size_per_gpu"] == 2

@@ -100,7 +100,7 @@ def test_p14_a_decay_may_be_tied_to_a_phase_or_given_in_tokens_under_a_ramp(tmp_
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_rate_of_a_smaller_batch_follows_the_rule(tmp_path: Path, rule: Any, factor: float) -> None:
     assert rule_factor(rule, 64, 128) == pytest.approx(factor, rel=1e-12)
-    ramp = f'[batch]\nrate_rule = "{rule}"\nramp = {{ "0" = 64, "5 steps" = 128 }}\ntokens = 128'
+    ramp = f'[batch]\nlr_scaling = "{rule}"\nramp = {{ "0" = 64, "5 steps" = 128 }}\ntokens = 128'
     plan = _plan(tmp_path, ("[batch]\ntokens = 128", ramp))
     assert plan.rate(4, 4) == pytest.approx(1e-2 * factor, rel=1e-12)
     assert plan.rate(5, 5) == 1e-2
@@ -108,7 +108,7 @@ def test_the_rate_of_a_smaller_batch_follows_the_rule(tmp_path: Path, rule: Any,
 
 def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_each(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1"))
-    assert [plan.micro_sequences(step) for step in (0, 7, 8, 11)] == [2, 2, 1, 1]
+    assert [plan.micro_batch_size(step) for step in (0, 7, 8, 11)] == [2, 2, 1, 1]
     assert check_world(plan, 4, "here") == []
     wide = _plan(tmp_path / "wide")  # 4 sequences of 32 are two micro-batches of 2: too few for four ranks
     [problem] = check_world(wide, 4, "here")
@@ -128,9 +128,11 @@ def test_what_is_wrong_with_a_world_is_said_once_with_the_steps_that_it_concerns
     six = check_world(plan, 3, "here")[1]
     assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences (128 tokens" in six
     alike = ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1")  # four micro-batches, as the other phases
-    asked = _plan(tmp_path / "asked", ("tokens = 128", "accumulation = 2\ntokens = 128"), late, alike)
+    asked = _plan(
+        tmp_path / "asked", ("tokens = 128", "gradient_accumulation_steps = 2\ntokens = 128"), late, alike
+    )
     [problem] = check_world(asked, 1, "here")
-    assert problem.count("batch.accumulation = 2") == 1
+    assert problem.count("batch.gradient_accumulation_steps = 2") == 1
     assert "main from step 0 to 8 and late from step 10 to 12: global batch 8 sequences" in problem
     assert problem.count("make accumulation 4") == 2
     one = _plan(tmp_path / "one", ("seq_len = 32", "seq_len = 128\nmicro_sequences = 1"))
@@ -142,7 +144,7 @@ REFUSED = [
         (("seq_len = 32", "seq_len = 32\nmicro_sequences = 3"),),
         "8 steps",
         "batch.tokens = 128 is 4 sequences of phases.long.seq_len = 32, which no number of ranks divides "
-        "into whole micro-batches of phases.long.micro_sequences = 3; nearest batch.tokens: 96 or 192",
+        "into whole micro-batches of phases.long.micro_batch_size = 3; nearest batch.tokens: 96 or 192",
     ),
     ((('name = "long"', 'name = "main"'),), "8 steps", "two phases are called main; give each a name"),
     (
@@ -193,7 +195,7 @@ REFUSED = [
     (
         (
             ("tokens = 128", 'ramp = { "0" = 48, "9 steps" = 128 }\ntokens = 128'),
-            ("micro_sequences = 2", "micro_sequences = 1"),
+            ("micro_batch_size = 2", "micro_batch_size = 1"),
         ),
         "8 steps",
         'batch.ramp."0" = 48 is not a whole number of sequences of phases.long.seq_len = 32; nearest '
@@ -221,7 +223,7 @@ def test_a_size_of_the_ramp_has_to_fit_only_the_phases_that_it_meets(tmp_path: P
     met = ("tokens = 128", ramp.replace("8 steps", "9 steps"))
     assert _problems(tmp_path / "met", met).startswith(
         'batch.ramp."0" = 32 is 1 sequence of phases.long.seq_len = 32, which no number of ranks divides '
-        'into whole micro-batches of batch.micro_sequences = 2; nearest batch.ramp."0": 64'
+        'into whole micro-batches of batch.micro_batch_size = 2; nearest batch.ramp."0": 64'
     )
 
 
@@ -269,7 +271,7 @@ def test_a_timeline_counts_the_tokens_of_each_size() -> None:
 )
 def test_a_ramp_that_cannot_be_read_is_refused(ramp: Any, message: str) -> None:
     with pytest.raises(ValueError) as raised:
-        BatchSection.model_validate({"tokens": "4K", "micro_sequences": 1, "ramp": ramp})
+        BatchSection.model_validate({"tokens": "4K", "micro_batch_size": 1, "ramp": ramp})
     assert message in str(raised.value)
 
 
@@ -277,33 +279,35 @@ def test_a_ramp_that_cannot_be_read_is_refused(ramp: Any, message: str) -> None:
 def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_each_change(
     tmp_path: Path, rule: str, factor: float
 ) -> None:
-    ramp = f'rate_rule = "{rule}"\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
+    ramp = f'lr_scaling = "{rule}"\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
     corners, words, *_ = rate_summary(plan)
     assert corners.startswith(f"rate       start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
     assert words == (
-        f"           batch.rate_rule {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 from "
+        f"           batch.lr_scaling {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 "
+        f"from "
         "step 4 (128 tokens a step, rate 0.01)"
     )
 
 
 def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -> None:
     """So that a ramp that is extended while the run goes on leaves the rates of the past as they were."""
-    ramp = 'rate_rule = "sqrt"\nrate_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
+    ramp = 'lr_scaling = "sqrt"\nrate_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
     assert [plan.rate(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
     assert list(rate_summary(plan))[1] == (
-        "           batch.rate_rule sqrt to 64 tokens: x 1 from step 0 (64 tokens a step, rate 0), x 1.41 "
+        "           batch.lr_scaling sqrt to 64 tokens: x 1 from step 0 (64 tokens a step, rate 0), x 1.41 "
         "from step 4 (128 tokens a step, rate 0.0141)"
     )
     whole = _plan(
-        tmp_path / "whole", ("tokens = 128", 'rate_rule = "linear"\nrate_tokens = 64\ntokens = 128')
+        tmp_path / "whole", ("tokens = 128", 'lr_scaling = "linear"\nrate_tokens = 64\ntokens = 128')
     )
     assert whole.rate(3, 3) == 2e-2
     assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(rate_summary(whole))[1]
-    assert _problems(tmp_path / "no", ("tokens = 128", "rate_tokens = 64\ntokens = 128")) == (
-        "batch.rate_tokens = 64 is the batch that schedule.peak is meant for, and without a rule the rate is "
-        'the same at any: set batch.rate_rule = "linear" or "sqrt", or delete batch.rate_tokens'
+    assert _problems(tmp_path / "no", ("tokens = 128", "lr_reference_tokens = 64\ntokens = 128")) == (
+        "batch.lr_reference_tokens = 64 is the batch that schedule.peak_lr is meant for, and without a "
+        "rule the rate is "
+        'the same at any: set batch.lr_scaling = "linear" or "sqrt", or delete batch.lr_reference_tokens'
     )
 
 
@@ -311,10 +315,10 @@ def test_a_ramp_without_a_rule_changes_no_rate_and_a_warmup_may_fill_the_run(tmp
     ramp = 'ramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
     lines = list(rate_summary(_plan(tmp_path, ("tokens = 128", ramp))))
     assert "warmup end 2: 0.01" in lines[0]
-    assert not any("rate_rule" in line for line in lines)
+    assert not any("lr_scaling" in line for line in lines)
     whole = [
-        'schedule={ kind = "cosine", length = "12 steps", peak = 1.0, warmup = "100%" }',
-        "batch.rate_rule=sqrt",
+        'schedule={ kind = "cosine", length = "12 steps", peak_lr = 1.0, warmup = "100%" }',
+        "batch.lr_scaling=sqrt",
     ]
     first = next(rate_summary(load_plan(make_run(tmp_path / "whole"), whole)))
     assert first == "rate       start 0: 0, warmup end 12: 1, middle 12: 1, last 11: 0.917"

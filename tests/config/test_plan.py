@@ -43,7 +43,9 @@ def test_durations_in_tokens_and_percent_become_steps(tmp_path: Path) -> None:
 
 def test_a_cosine_is_resolved_too(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    schedule = 'schedule={ kind = "cosine", length = "100 steps", peak = 1.0, warmup = "5%", floor = 0.2 }'
+    schedule = (
+        'schedule={ kind = "cosine", length = "100 steps", peak_lr = 1.0, warmup = "5%", min_lr_ratio = 0.2 }'
+    )
     assert load_plan(run_file, [schedule]).schedule == cosine(1.0, 100, 5, 0.2)
 
 
@@ -57,13 +59,16 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ),
     ),
     (
-        ('schedule={ kind = "cosine", length = "9 steps", peak = 1.0, warmup = "10 steps" }',),
+        ('schedule={ kind = "cosine", length = "9 steps", peak_lr = 1.0, warmup = "10 steps" }',),
         ('schedule.warmup = "10 steps" (10 steps) do not fit into schedule.length = "9 steps" (9 steps)',),
     ),
     (("schedule.decay=0%",), ('schedule.decay = "0%" is zero steps; a WSD schedule ends with a decay',)),
     (
-        ("schedule.shape=exponential",),
-        ('schedule.shape = "exponential" cannot reach schedule.floor = 0; set a floor above 0, like 0.1',),
+        ("schedule.decay_shape=exponential",),
+        (
+            'schedule.decay_shape = "exponential" cannot reach schedule.min_lr_ratio = 0; set a floor '
+            "above 0, like 0.1",
+        ),
     ),
     (
         ("batch.tokens=130",),
@@ -74,14 +79,14 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ),
     (("batch.tokens=10",), ("batch.tokens = 10 is not a whole number", "nearest batch.tokens: 32")),
     (
-        ("batch.micro_sequences=3",),
+        ("batch.micro_batch_size=3",),
         (
             "batch.tokens = 128 is 8 sequences of phases.main.seq_len = 16, which no number of ranks divides "
-            "into whole micro-batches of batch.micro_sequences = 3",
+            "into whole micro-batches of batch.micro_batch_size = 3",
             "nearest batch.tokens: 96 or 144",
         ),
     ),
-    (("batch.micro_sequences=9",), ("no number of ranks divides", "nearest batch.tokens: 144")),
+    (("batch.micro_batch_size=9",), ("no number of ranks divides", "nearest batch.tokens: 144")),
     (
         ("phases.0.mixture={ text = 1.0, maths = 1.0 }",),
         ("phases.main.mixture names `maths`, which [sources] does not have (it has: text, code)",),
@@ -152,7 +157,7 @@ def test_p12_a_rate_in_the_json_names_both_values_and_both_files(tmp_path: Path)
     assert len(problems) == 2
     json_file = tmp_path / "deepspeed.json"
     assert f"{json_file}: `scheduler` is set" in problems[0]
-    rates = f"{json_file}: `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak = 0.01"
+    rates = f"{json_file}: `optimizer.params.lr` = 5e-07, but {run_file} sets schedule.peak_lr = 0.01"
     assert rates in problems[1]
 
 
@@ -161,9 +166,9 @@ def test_p11_the_rate_at_a_step_is_the_same_for_every_accumulation_and_world(tmp
     run_file = make_run(tmp_path, steps=20, batch_tokens=128)
     tables = set()
     for count, world in ((1, 1), (4, 1), (1, 2), (4, 2)):
-        plan = load_plan(run_file, [f"batch.micro_sequences={8 // (count * world)}"])
+        plan = load_plan(run_file, [f"batch.micro_batch_size={8 // (count * world)}"])
         assert check_world(plan, world, "a test") == []
-        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_sequences, world) == count
+        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world) == count
         tables.add(tuple(plan.schedule.rate(step) for step in range(plan.last_step)))
     (table,) = tables
     assert (len(table), table[0], max(table)) == (20, 0.0, 1e-2)
@@ -176,7 +181,14 @@ P30 = [
     (8192, 2, 1, None, 256),
     (8192, 2, 3, None, "world sizes that do: 1, 2, 4, 8, 16, 32, 64, 128, 256 (or another batch.micro"),
     (8192, 2, 512, None, "world sizes that do: 1, 2, 4"),
-    (8192, 2, 32, 4, "make accumulation 8, but batch.accumulation = 4; delete batch.accumulation, or"),
+    (
+        8192,
+        2,
+        32,
+        4,
+        "make accumulation 8, but batch.gradient_accumulation_steps = 4; delete "
+        "batch.gradient_accumulation_steps, or",
+    ),
     (46080, 1, 7, None, "sizes that do: 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16, 18, 20, 24, 30, ... ("),
     (8192, 2, 0, None, "world size 0 (from the launcher): expected 1 or more"),
 ]
@@ -186,12 +198,12 @@ P30 = [
 def test_p30_the_batch_is_solved_for_or_refused_with_all_its_factors(
     tmp_path: Path, tokens: int, micro: int, world: int, asked: int | None, expected: int | str
 ) -> None:
-    run_file = make_run(tmp_path, batch_tokens=tokens, micro_sequences=micro)
-    plan = load_plan(run_file, [] if asked is None else [f"batch.accumulation={asked}"])
+    run_file = make_run(tmp_path, batch_tokens=tokens, micro_batch_size=micro)
+    plan = load_plan(run_file, [] if asked is None else [f"batch.gradient_accumulation_steps={asked}"])
     problems = check_world(plan, world, "the launcher")
     if isinstance(expected, int):
         assert problems == []
-        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_sequences, world) == expected
+        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world) == expected
         return
     (problem,) = problems
     assert expected in problem
@@ -214,7 +226,7 @@ def test_numbers_of_an_identity_are_shown_with_their_unit() -> None:
     assert with_unit("schedule.warmup", 1) == "1 step"
     assert with_unit("batch.tokens", 524288) == "524,288 tokens"
     assert with_unit("seed", 2000) == "2000"
-    assert with_unit("schedule.peak", 0.5) == "0.5"
+    assert with_unit("schedule.peak_lr", 0.5) == "0.5"
     assert with_unit("schedule.length", None) == "not there"
     assert with_unit("model.qk_norm", True) == "true"
 
@@ -259,14 +271,14 @@ def identity_changes(folder: Path, *overrides: str) -> set[str]:
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("batch.micro_sequences=4", set()),
-        ("batch.accumulation=4", set()),
-        ("monitor.every=7", set()),
+        ("batch.micro_batch_size=4", set()),
+        ("batch.gradient_accumulation_steps=4", set()),
+        ("monitor.log_every=7", set()),
         ("checkpoint.every=7 steps", set()),
         ("schedule.length=12_0 steps", {"schedule.length", "schedule.decay"}),  # the decay is a share of it
         ("schedule.length=1536 tokens", set()),  # the same number of steps
         ("schedule.warmup=1.6e1%", set()),
-        ("schedule.peak=0.5", {"schedule.peak"}),
+        ("schedule.peak_lr=0.5", {"schedule.peak_lr"}),
         ("seed=8", {"seed"}),
         ("batch.tokens=256", {"batch.tokens"}),
         ("phases.0.seq_len=8", {"phases.main.seq_len", "chunk_tokens.text", "chunk_tokens.code"}),

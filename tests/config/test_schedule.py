@@ -23,7 +23,7 @@ def shaped(shape: Shape, warmup: int = WARMUP) -> WsdSection:
 
 
 def fraction(schedule: Schedule, step: int) -> float:
-    return schedule.rate(step) / schedule.peak
+    return schedule.rate(step) / schedule.peak_lr
 
 
 ALL: list[Schedule] = [*map(shaped, SHAPES), cosine(3e-4, LENGTH, WARMUP, 0.1), cosine(3e-4, LENGTH, 0, 0.0)]
@@ -99,7 +99,7 @@ def test_a_schedule_rises_to_the_peak_then_never_rises_and_never_jumps(schedule:
     "schedule", [*(shaped(s, warmup=0) for s in SHAPES), cosine(1e-3, 10, 0, 0.1)], ids=str
 )
 def test_without_warmup_the_first_step_is_at_the_peak(schedule: Schedule) -> None:
-    assert schedule.rate(0) == schedule.peak
+    assert schedule.rate(0) == schedule.peak_lr
 
 
 def test_schedules_that_are_all_warmup_or_all_decay_work() -> None:

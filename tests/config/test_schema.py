@@ -22,12 +22,12 @@ config = "model.json"
 [schedule]
 kind = "wsd"
 length = "2_000 steps"
-peak = 3e-4
+peak_lr = 3e-4
 warmup = "100 steps"
 decay = "10%"
 [batch]
 tokens = "4M"
-micro_sequences = 4
+micro_batch_size = 4
 [sources]
 web = "data/web"
 [[phases]]
@@ -65,7 +65,7 @@ def test_a_cosine_needs_no_decay() -> None:
     text = MINIMAL.replace('kind = "wsd"', 'kind = "cosine"').replace('decay = "10%"', "")
     schedule = parse_run(text).schedule
     assert isinstance(schedule, CosineSection)
-    assert schedule.floor == 0.1
+    assert schedule.min_lr_ratio == 0.1
 
 
 @pytest.mark.parametrize("spelling", ["0", "0.0", "false", '"off"', '"none"'])
@@ -81,13 +81,13 @@ def test_triggers_may_be_one_or_several() -> None:
 
 
 OVERRIDES: dict[str, tuple[tuple[str, ...], Any]] = {
-    "schedule.peak=2e-4": (("schedule", "peak"), 2e-4),
-    "schedule.peak = 1": (("schedule", "peak"), 1.0),
+    "schedule.peak_lr=2e-4": (("schedule", "peak_lr"), 2e-4),
+    "schedule.peak_lr = 1": (("schedule", "peak_lr"), 1.0),
     "name=other": (("name",), "other"),
     "batch.tokens=512K": (("batch", "tokens"), 2**19),
     "batch.tokens=524_288": (("batch", "tokens"), 2**19),
     "model.qk_norm=true": (("model", "qk_norm"), True),
-    "monitor.every=5": (("monitor", "every"), 5),
+    "monitor.log_every=5": (("monitor", "every"), 5),
     "out=a=b": (("out",), "a=b"),
 }
 
@@ -145,16 +145,16 @@ def test_a_later_override_wins() -> None:
 
 
 def test_an_override_can_take_back_what_may_be_left_out_and_nothing_else() -> None:
-    run = parse_run(MINIMAL, ["checkpoint.local=/nvme", "checkpoint.local=none", "validation=none"])
+    run = parse_run(MINIMAL, ["checkpoint.local_dir=/nvme", "checkpoint.local_dir=none", "validation=none"])
     assert (run.checkpoint.local, run.validation) == (None, None)
     assert problems_of(MINIMAL, "name=none") == ("override of name: `name` = null: expected a valid string",)
     assert "did you mean `local`" in problems_of(MINIMAL, "checkpoint.lokal=none")[0]
 
 
 BAD_OVERRIDES = {
-    "schedule.peak": "is not of the form section.key=value, like schedule.peak=2e-4",
+    "schedule.peak_lr": "is not of the form section.key=value, like schedule.peak_lr=2e-4",
     "=3": "is not of the form section.key=value",
-    "schedule..peak=3": "is not of the form section.key=value",
+    "schedule..peak_lr=3": "is not of the form section.key=value",
     "name.first=x": "'name' is not a section of the run file",
     "phases.seq_len=512": "name a key of the list's item, like phases.0.seq_len=512",
     "phases.7.seq_len=512": "'7' is not a section of the run file",
@@ -176,7 +176,7 @@ WRONG = {
     "model.qknorm=true": "unknown key `model.qknorm`; did you mean `qk_norm`?",
     "phases.0.seqlen=5": "unknown key `phases.0.seqlen`; did you mean `seq_len`?",
     "sources.code={ file = 'x', path = 'y' }": "unknown key `sources.code.file`; known here: path",
-    "checkpoint.keeep=3": "unknown key `checkpoint.keeep`; did you mean `keep`?",
+    "checkpoint.keeep=3": "unknown key `checkpoint.keeep`; did you mean `keep_last`?",
     "seed=-1": "`seed` = -1: expected greater than or equal to 0",
     "seed=1.5": "`seed` = 1.5: expected a valid integer",
     "seed=true": "`seed` = true: expected a valid integer",
@@ -185,13 +185,14 @@ WRONG = {
     "model.qk_norm=1": "`model.qk_norm` = 1: expected a valid boolean",
     "model.attention=fast": '`model.attention` = "fast": expected "eager", "sdpa" or "flash_attention_2"',
     "model.z_loss=-1": "`model.z_loss` = -1: expected greater than 0",
-    "schedule.peak=0": "`schedule.peak` = 0: expected greater than 0",
-    "watchdog.drop_sigmas=0": "`watchdog.drop_sigmas` = 0: expected greater than 0",
-    "schedule.peak=inf": "`schedule.peak` = inf: expected a finite number",
-    "schedule.floor=1.5": "`schedule.floor` = 1.5: expected less than or equal to 1",
-    "schedule.shape=square": '`schedule.shape` = "square": expected "linear", "cosine", "1-sqrt" or "exp',
+    "schedule.peak_lr=0": "`schedule.peak_lr` = 0: expected greater than 0",
+    "watchdog.skip_update_sigmas=0": "`watchdog.skip_update_sigmas` = 0: expected greater than 0",
+    "schedule.peak_lr=inf": "`schedule.peak_lr` = inf: expected a finite number",
+    "schedule.min_lr_ratio=1.5": "`schedule.min_lr_ratio` = 1.5: expected less than or equal to 1",
+    "schedule.decay_shape=square": '`schedule.decay_shape` = "square": expected "linear", "cosine", '
+    '"1-sqrt" or "exp',
     "schedule.kind=linear": '`schedule` = {"kind": "linear", "length"',
-    "schedule={ peak = 1.0 }": '`schedule` = {"peak": 1.0}: expected a `kind`',
+    "schedule={ peak_lr = 1.0 }": '`schedule` = {"peak_lr": 1.0}: expected a `kind`',
     "schedule.length=2000": '`schedule.length`: 2000 has no unit; write it as text with one, like "2000',
     "schedule.length=10 min": '`schedule.length`: "10 min" is in seconds; expected steps or tokens',
     "schedule.length=10%": '`schedule.length`: "10%" is in percent; expected steps or tokens',
@@ -201,7 +202,7 @@ WRONG = {
     "checkpoint.every=0 min": '`checkpoint.every.0`: "0 min" is zero; expected more',
     "checkpoint.every=10%": '`checkpoint.every.0`: "10%" is in percent; expected steps or tokens or seconds',
     "batch.tokens=4MB": '`batch.tokens`: "4MB" is not a batch size in tokens; write it like 524_288',
-    "batch.micro_sequences=0": "`batch.micro_sequences` = 0: expected greater than 0",
+    "batch.micro_batch_size=0": "`batch.micro_batch_size` = 0: expected greater than 0",
     "phases=[]": "`phases` = []: expected one or more",
     "phases.0.mixture.web=-1": "`phases.0.mixture.web` = -1: expected greater than 0",
     'sources={ "my web" = "x", web = "y" }': '`sources.my web` = "my web": String should match pattern',
@@ -221,8 +222,8 @@ WRONG = {
     "sources={}": "`sources` = {}: expected one or more",
     "validation={ every = '1 step', tokens = 1, sources = {} }": "`validation.sources` = {}: expected",
     "name=3": "`name` = 3: expected a valid string",
-    "monitor.every=1e0": "`monitor.every` = 1.0: expected a valid integer",
-    "monitor.every=1000000000001": "`monitor.every` = 1000000000001: expected less than or equal to",
+    "monitor.log_every=1e0": "`monitor.log_every` = 1.0: expected a valid integer",
+    "monitor.log_every=1000000000001": "`monitor.log_every` = 1000000000001: expected less than or equal to",
     'monitor.wandb_project=""': '`monitor.wandb_project` = "": String should have at least 1 character',
     "batch.tokens=1e13": "`batch.tokens`: 10000000000000.0 is more than 1,000,000,000,000",
     'batch.tokens="1e13"': '`batch.tokens`: "1e13" is more than 1,000,000,000,000 tokens; write a',
@@ -235,7 +236,8 @@ WRONG = {
     "deepspeed=~/x": '`deepspeed`: "~/x" is not a path on this host',
     "model.config=~/x": '`model.config`: "~/x" is not a path on this host',
     "sources.web=~/x": '`sources.web.path`: "~/x" is not a path on this host',
-    "checkpoint.local=s3://vault/run": '`checkpoint.local`: "s3://vault/run" is not a path on this host',
+    "checkpoint.local_dir=s3://vault/run": '`checkpoint.local_dir`: "s3://vault/run" is not a path on '
+    "this host",
     'deepspeed="a\\u0000b"': '`deepspeed`: "a\\u0000b" is not a path on this host',
     'out="a\\u0000b"': '`out`: "a\\u0000b" is not a path on this host',
     "sources.web=": '`sources.web.path`: "" is not a path on this host; write one like',
@@ -254,7 +256,7 @@ def test_a_wrong_value_gives_one_message_with_its_place(override: str, message: 
 
 
 @pytest.mark.parametrize(
-    "key", ["name", "out", "deepspeed", "model.config", "schedule.peak", "schedule.decay"]
+    "key", ["name", "out", "deepspeed", "model.config", "schedule.peak_lr", "schedule.decay"]
 )
 def test_a_missing_key_is_named(key: str) -> None:
     last = key.split(".")[-1]
@@ -265,7 +267,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 def test_all_problems_come_in_one_report() -> None:
-    overrides = ["schedule.peak=-1", "zzz=1", "batch.tokens=no", "bad"]
+    overrides = ["schedule.peak_lr=-1", "zzz=1", "batch.tokens=no", "bad"]
     assert len(problems_of(MINIMAL, *overrides)) == 4
 
 
@@ -333,21 +335,21 @@ def test_the_minimal_run_file_is_toml() -> None:
 )
 def test_a_place_to_ship_to_never_holds_or_shows_a_credential(place: str, words: str) -> None:
     with pytest.raises(InputError) as raised:
-        parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"'])
+        parse_run(MINIMAL, [f'checkpoint.upload_to="{place}"'])
     assert words in str(raised.value)
-    assert "checkpoint.ship_to" in str(raised.value)
+    assert "checkpoint.upload_to" in str(raised.value)
     assert "very-secret" not in str(raised.value)
 
 
 def test_places_to_ship_to_are_folders_and_urls() -> None:
     for place in ("/vault/run", "vault", "s3://vault/run", "gs://vault"):
-        assert parse_run(MINIMAL, [f'checkpoint.ship_to="{place}"']).checkpoint.ship_to == place
+        assert parse_run(MINIMAL, [f'checkpoint.upload_to="{place}"']).checkpoint.upload_to == place
 
 
 def test_none_as_an_override_is_the_value_none_of_an_enumeration_and_else_takes_a_key_back() -> None:
     """In each section: where null is not allowed and "none" is a value, it is that value."""
-    parsed = parse_run(MINIMAL, ["batch.rate_rule=none", "model.z_loss=none", "checkpoint.local=none"])
-    assert (parsed.batch.rate_rule, parsed.model.z_loss, parsed.checkpoint.local) == ("none", None, None)
+    parsed = parse_run(MINIMAL, ["batch.lr_scaling=none", "model.z_loss=none", "checkpoint.local_dir=none"])
+    assert (parsed.batch.lr_scaling, parsed.model.z_loss, parsed.checkpoint.local) == ("none", None, None)
     found = []
     for section in _all_sections(Run):
         for name, field in section.model_fields.items():
@@ -356,7 +358,7 @@ def test_none_as_an_override_is_the_value_none_of_an_enumeration_and_else_takes_
                 assert (
                     TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(None) == "none"
                 )
-    assert found == ["BatchSection.rate_rule"]
+    assert found == ["BatchSection.lr_scaling"]
 
 
 def _all_sections(section: type[BaseModel]) -> list[type[BaseModel]]:

@@ -37,7 +37,7 @@ def test_a_finished_step_moves_the_step_and_the_count_of_healthy_ones() -> None:
     assert after == RunState(step=5, ledger=state.ledger, num_healthy=1)
     assert after.num_updates == 5
     dropped = after.after_step(applied=False, healthy=False)
-    assert dropped == RunState(step=6, ledger=state.ledger, num_dropped=1, num_healthy=0)
+    assert dropped == RunState(step=6, ledger=state.ledger, num_skipped_updates=1, num_healthy=0)
     assert dropped.num_updates == 5
 
 

@@ -40,8 +40,8 @@ def feed_of(
     sources: Mapping[str, TokenSource],
     rank: int = 0,
     size: int = 1,
-    micro_sequences: int = 1,
+    micro_batch_size: int = 1,
 ) -> Feed:
     """The feed of one rank; no process is needed."""
-    micro = dict.fromkeys(sampler.mixtures, micro_sequences)
+    micro = dict.fromkeys(sampler.mixtures, micro_batch_size)
     return Feed(sampler, sources, World(rank, size, rank), micro)

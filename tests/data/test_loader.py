@@ -45,12 +45,12 @@ def _as(kind: type[TokenSource], source: TokenSource) -> TokenSource:
     return kind(source.prefix, source.stream, source.sequence_lengths, source.document_bounds, source.sidecar)
 
 
-def _batches(size: int, step: int, micro_sequences: int = 1) -> list[Batch]:
+def _batches(size: int, step: int, micro_batch_size: int = 1) -> list[Batch]:
     """What each rank of a world of `size` gets."""
     sampler = sampler_of(SOURCES)
     batches = []
     for rank in range(size):
-        with feed_of(sampler, SOURCES, rank, size, micro_sequences) as feed:
+        with feed_of(sampler, SOURCES, rank, size, micro_batch_size) as feed:
             batches.append(feed.at(RunState(step)))
     return batches
 
@@ -89,12 +89,12 @@ def test_p39_no_sample_is_read_by_two_ranks() -> None:
     assert len(set(rows)) == len(rows) == 72
 
 
-@pytest.mark.parametrize("micro_sequences", [1, 3])
-def test_p43_every_rank_has_as_many_micro_batches_of_one_shape(micro_sequences: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_p43_every_rank_has_as_many_micro_batches_of_one_shape(micro_batch_size: int) -> None:
     for size in (1, 2, 4, 8):
-        for batch in _batches(size, 5, micro_sequences):
+        for batch in _batches(size, 5, micro_batch_size):
             shapes = [tuple(micro.input_ids.shape) for micro in batch.micro_batches]
-            assert shapes == [(micro_sequences, SEQ_LEN)] * (24 // size // micro_sequences)
+            assert shapes == [(micro_batch_size, SEQ_LEN)] * (24 // size // micro_batch_size)
 
 
 def test_the_labels_are_the_tokens_that_follow_and_none_is_ignored_because_of_its_id() -> None:
@@ -175,12 +175,12 @@ def test_closing_a_feed_ends_its_thread() -> None:
 @pytest.mark.parametrize("size", WORLDS)
 def test_first_micro_batches_are_the_same_samples_on_any_number_of_ranks(size: int) -> None:
     """Those that two ranks, with micro-batches of two, read first; rows that fill up have ignored labels."""
-    saved = _batches(2, 5, micro_sequences=2)
+    saved = _batches(2, 5, micro_batch_size=2)
     expected = _tokens([replace(batch, micro_batches=batch.micro_batches[:1]) for batch in saved])
     found, sums = [], set()
     for rank in range(size):
         with feed_of(sampler_of(SOURCES), SOURCES, rank, size, 2) as feed:
-            batches, checksum = feed.first_micro_batches(RunState(5), num_ranks=2, micro_sequences=2)
+            batches, checksum = feed.first_micro_batches(RunState(5), num_ranks=2, micro_batch_size=2)
         sums.add(checksum)
         assert len(batches) == (2 if size == 1 else 1)
         for batch in batches:
@@ -334,7 +334,7 @@ def test_first_micro_batches_are_masked_as_the_ranks_had_them(size: int) -> None
     found = []
     for rank in range(size):
         with _feed_masked(sources, rank, size, micro=2) as feed:
-            for micro in feed.first_micro_batches(RunState(5), num_ranks=2, micro_sequences=2)[0]:
+            for micro in feed.first_micro_batches(RunState(5), num_ranks=2, micro_batch_size=2)[0]:
                 assert micro.documents is not None
                 found += list(zip(micro.labels.tolist(), micro.documents.tolist(), strict=True))
     there = [(labels, documents) for labels, documents in found if labels != [IGNORED] * SEQ_LEN]

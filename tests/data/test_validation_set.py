@@ -27,10 +27,10 @@ from ds_pretrain.data.validation_set import (
 from tests.data.in_memory import SEQ_LEN, source_of
 
 
-def _rounds(chosen: ValidationSet, size: int, micro_sequences: int) -> list[list[MicroBatch]]:
+def _rounds(chosen: ValidationSet, size: int, micro_batch_size: int) -> list[list[MicroBatch]]:
     """The micro-batches of each rank."""
     return [
-        list(validation_batches(chosen, World(rank, size, rank), micro_sequences)) for rank in range(size)
+        list(validation_batches(chosen, World(rank, size, rank), micro_batch_size)) for rank in range(size)
     ]
 
 
@@ -44,16 +44,16 @@ def test_samples_are_spread_evenly_over_the_source(tokens: int, expected: list[i
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("micro_sequences", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_p43_ranks_have_as_many_batches_when_nothing_divides_the_samples(
-    size: int, micro_sequences: int
+    size: int, micro_batch_size: int
 ) -> None:
     source = source_of(7)
     chosen = make_validation_set("held_out", source, SEQ_LEN, 7 * SEQ_LEN)
-    ranks = _rounds(chosen, size, micro_sequences)
+    ranks = _rounds(chosen, size, micro_batch_size)
     assert len({len(batches) for batches in ranks}) == 1
     everything = [micro for batches in ranks for micro in batches]
-    assert {tuple(micro.input_ids.shape) for micro in everything} == {(micro_sequences, SEQ_LEN)}
+    assert {tuple(micro.input_ids.shape) for micro in everything} == {(micro_batch_size, SEQ_LEN)}
     valid = [
         torch.cat([ids[:1], labels]).tolist()
         for micro in everything
@@ -168,18 +168,18 @@ def test_the_end_of_the_last_text_ends_a_document_too() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("micro_sequences", [1, 2, 3])
-def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, micro_sequences: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, micro_batch_size: int) -> None:
     prompts = _prompts()
     for length, rows in prompts.rows.items():
         ranks = [
-            list(prompt_batches(prompts, length, World(rank, size, rank), micro_sequences))
+            list(prompt_batches(prompts, length, World(rank, size, rank), micro_batch_size))
             for rank in range(size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
         asked = []
         for micro, places in [batch for batches in ranks for batch in batches]:
-            assert micro.input_ids.numel() <= micro_sequences * TEXT_LEN
+            assert micro.input_ids.numel() <= micro_batch_size * TEXT_LEN
             for ids, labels, place in zip(micro.input_ids, micro.labels, places, strict=True):
                 if (labels == IGNORED).all():
                     continue

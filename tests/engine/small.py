@@ -50,7 +50,7 @@ def uneven_batch(sequences: int, seed: int = 0, ignore_from: int | None = None) 
     return GlobalBatch(tokens[:, :-1].contiguous(), labels)
 
 
-def share(batch: GlobalBatch, world: World, micro_sequences: int) -> Batch:
+def share(batch: GlobalBatch, world: World, micro_batch_size: int) -> Batch:
     """This rank's part, in micro-batches."""
     size = len(batch.labels) // world.size
     first = world.rank * size
@@ -58,10 +58,10 @@ def share(batch: GlobalBatch, world: World, micro_sequences: int) -> Batch:
         ids=None,  # type: ignore[arg-type]  # the step does not look at them
         micro_batches=tuple(
             MicroBatch(
-                batch.input_ids[at : at + micro_sequences],
-                batch.labels[at : at + micro_sequences],
+                batch.input_ids[at : at + micro_batch_size],
+                batch.labels[at : at + micro_batch_size],
             )
-            for at in range(first, first + size, micro_sequences)
+            for at in range(first, first + size, micro_batch_size)
         ),
         num_valid_tokens=batch.num_valid_tokens,
         checksums=(),
@@ -79,10 +79,10 @@ NO_SIGNALS = RankSignals(stop=False, save=False, save_progress=0)
 
 
 def step_on(
-    engine: Any, plan: Plan, batch: GlobalBatch, micro_sequences: int, rate: float, world: World
+    engine: Any, plan: Plan, batch: GlobalBatch, micro_batch_size: int, rate: float, world: World
 ) -> StepRecord:
     """One real step of the loop, and its record."""
-    mine = share(batch, world.readers(engine.ranks_a_sequence), micro_sequences)
+    mine = share(batch, world.readers(engine.ranks_a_sequence), micro_batch_size)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
     record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, NO_SIGNALS, world)
     return record

@@ -65,7 +65,7 @@ def test_p11_a_step_is_an_optimizer_step_whatever_the_accumulation_and_the_world
             make_run(
                 tmp_path / f"{num_ranks}x{accumulation}",
                 steps=8,
-                micro_sequences=1,
+                micro_batch_size=1,
                 batch_tokens=16 * num_ranks * accumulation,
             )
             for accumulation in (1, 4)

@@ -66,7 +66,9 @@ def test_shared_sequences_train_as_plain_torch_does(
     config = {**scale_sensitive(stage), "sequence_parallel_size": shared}
     run_file = make_run(tmp_path, deepspeed=config, model={**NO_DROPOUT, "num_key_value_heads": heads})
     if recompute:
-        run_file.write_text(run_file.read_text().replace("qk_norm", "recompute = true\nqk_norm"))
+        run_file.write_text(
+            run_file.read_text().replace("qk_norm", "activation_checkpointing = true\nqk_norm")
+        )
     for records, expected, off in run_ranks(_train, num_ranks, str(run_file)):
         assert [record.loss for record in records] == pytest.approx(expected.losses, rel=1e-5)
         assert [record.z_loss for record in records] == pytest.approx(expected.z_losses, rel=1e-5)

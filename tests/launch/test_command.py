@@ -43,13 +43,13 @@ def pdsh(tmp_path: Path) -> dict[str, str]:
 
 
 def test_one_host_gets_its_ranks_the_module_the_run_file_and_the_overrides_last() -> None:
-    command = compose("run.toml", ["schedule.peak=2e-4", "name=a b"], ranks=2, environment=CPU)
+    command = compose("run.toml", ["schedule.peak_lr=2e-4", "name=a b"], ranks=2, environment=CPU)
     assert command.argv[0].endswith("/deepspeed")
     assert Path(command.argv[0]).parent == Path(sys.executable).parent
-    assert command.argv[-4:] == ("ds_pretrain.train", "run.toml", "schedule.peak=2e-4", "name=a b")
+    assert command.argv[-4:] == ("ds_pretrain.train", "run.toml", "schedule.peak_lr=2e-4", "name=a b")
     args = understood(command)
     assert (args.module, args.user_script, args.num_gpus) == (True, "ds_pretrain.train", 2)
-    assert args.user_args == ["run.toml", "schedule.peak=2e-4", "name=a b"]
+    assert args.user_args == ["run.toml", "schedule.peak_lr=2e-4", "name=a b"]
     assert command.hosts == (Host("localhost", 2),)
     assert not command.over_ssh
 

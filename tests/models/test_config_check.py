@@ -359,7 +359,7 @@ def test_batches_are_divided_among_groups(tmp_path: Path) -> None:
     assert problem == (
         "run.toml: global batch 12 sequences (192 tokens / seq_len 16), micro-batch 2, world size 8 (from a "
         "test), 2 ranks a sequence do not multiply out; world sizes that do: 2, 4, 6, 12 (or another "
-        "batch.micro_sequences)"
+        "batch.micro_batch_size)"
     )
     plan = load_plan(tmp_path / "run.toml")
     for world_size, line in (

@@ -178,10 +178,10 @@ def test_p58_a_length_beside_the_table_is_the_one_that_counts() -> None:
     """Phi-3 and others have it there; Transformers prefers it to the table's."""
     beside = BASE | {"original_max_position_embeddings": 2048}
     new = with_rope(beside, RopeSection(kind="yarn", factor=8.0), 16_384)
-    assert rope_state(new).original_length == new["original_max_position_embeddings"] == 2048
+    assert rope_state(new).original_max_position_embeddings == new["original_max_position_embeddings"] == 2048
     assert new["rope_parameters"]["original_max_position_embeddings"] == 2048
     both = NEW_YARN | {"original_max_position_embeddings": 2048}
-    assert rope_state(both).original_length == 2048
+    assert rope_state(both).original_max_position_embeddings == 2048
     assert with_rope(both, RopeSection(factor=32.0), 16_384)["rope_parameters"] == {
         **NEW_YARN["rope_parameters"], "factor": 32.0, "original_max_position_embeddings": 2048,
     }  # fmt: skip
@@ -284,7 +284,8 @@ REFUSED: dict[str, tuple[dict[str, Any], RopeSection | None, int, str]] = {
     ),
     "no length to extend": (
         {"model_type": "jamba_like_unknown", "rope_theta": 1e4}, RopeSection(kind="yarn", factor=4.0), 8192,
-        'long.rope: kind = "yarn" needs original_length, the positions before; the model config has none',
+        'long.rope: kind = "yarn" needs original_max_position_embeddings, the positions before; the model '
+        'config has none',
     ),
 }  # fmt: skip
 
@@ -321,19 +322,23 @@ def test_a_loaded_model_may_use_all_the_positions_that_it_says_it_has() -> None:
 
 def test_p58_a_scaling_must_start_from_the_length_before_the_extension() -> None:
     def asked(model: dict[str, Any], length: int) -> list[str]:
-        return _problems(model, RopeSection(kind="yarn", factor=16.0, original_length=length), 16_384)
+        return _problems(
+            model, RopeSection(kind="yarn", factor=16.0, original_max_position_embeddings=length), 16_384
+        )
 
     assert asked(NEW, 4096) == asked(NEW_YARN, 1024) == []
     assert asked(NEW, 2048) == [
-        "long.rope.original_length = 2,048, but the model had 4,096 positions before it was extended "
-        '("max_position_embeddings"); remove original_length, or correct "max_position_embeddings" in the '
+        "long.rope.original_max_position_embeddings = 2,048, but the model had 4,096 positions before it "
+        "was extended "
+        '("max_position_embeddings"); remove original_max_position_embeddings, or correct '
+        '"max_position_embeddings" in the '
         "model config"
     ]
     assert "had 1,024 positions" in asked(NEW_YARN, 4096)[0]
 
 
 def test_several_problems_are_told_at_once() -> None:
-    rope = RopeSection(kind="yarn", high_freq_factor=4.0, original_length=99)
+    rope = RopeSection(kind="yarn", high_freq_factor=4.0, original_max_position_embeddings=99)
     assert len(_problems(NEW, rope, 8192)) == 3
 
 

@@ -61,7 +61,7 @@ def count_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_only_what_a_person_may_ask_about_is_kept(tmp_path: Path) -> None:
     book = Logbook(tmp_path, "small")
-    routine = [event("validation", 5, losses={"web": 1.0}), event("checkpoint", 5), event("shipped")]
+    routine = [event("validation", 5, losses={"web": 1.0}), event("checkpoint", 5), event("upload")]
     noteworthy = (
         "start resume stop finish save_failed warning changed watchdog observed rollback needs_person "
         "suspects compared outcome"
@@ -129,7 +129,7 @@ def test_steps_of_a_branch_that_was_left_are_in_no_curve(tmp_path: Path) -> None
 
 def test_the_samples_of_a_dropped_update_are_counted_and_those_of_a_rollback_are_kept(tmp_path: Path) -> None:
     book = Logbook(tmp_path, "small")
-    book.write(event("dropped", 3, samples=[["web", 0, n] for n in range(512)]))
+    book.write(event("skipped_update", 3, samples=[["web", 0, n] for n in range(512)]))
     book.write(rollback(4, 3) | {"skipped": SKIPPED})
     book.close()
     dropped, back = kept(tmp_path)
@@ -179,7 +179,7 @@ def test_a_storm_of_small_things_makes_few_pages_and_the_last_one_has_them_all(
     book = Logbook(tmp_path, "small", clock)
     for step in range(1, 5001):
         clock.seconds += 0.1
-        book.write(event("dropped" if step % 2 else "watchdog", step, action="watch", onset=step))
+        book.write(event("skipped_update" if step % 2 else "watchdog", step, action="watch", onset=step))
     assert len(made) == 9  # at once, then one a minute of these 500 seconds
     book.close()
     assert len(made) == 10
@@ -194,7 +194,7 @@ def test_a_small_thing_is_in_the_page_a_minute_later_though_nothing_else_happens
     clock = Clock()
     book = Logbook(tmp_path, "small", clock)
     book.write(event("start", 0))
-    book.write(event("dropped", 3))
+    book.write(event("skipped_update", 3))
     steps(book, 4, 4)
     assert "update dropped" not in (tmp_path / PAGE).read_text()
     clock.seconds = 61
@@ -335,9 +335,9 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
     steps(book, 1060, 1160, lambda step: 2.5 if step < 1130 else 7.0)
     for record in (
         decision(skipped=SKIPPED, rank_losses={"1131": [2.5, 8.5]}, hosts=["node-a:0", "node-b:3"]),
-        event("suspects", 1160, incident=1, samples=[{**found, "loss": 9.125, "text": NASTY}] * 30),
+        event("high_loss_samples", 1160, incident=1, samples=[{**found, "loss": 9.125, "text": NASTY}] * 30),
         event(
-            "compared",
+            "replay_compared",
             1000,
             incident=1,
             finding="data_or_state",
@@ -392,7 +392,7 @@ def test_the_page_and_the_time_for_it_are_bounded_however_long_the_run(
     book = Logbook(tmp_path, "small")
     for step in range(5_000):
         for record in (
-            event("dropped", step, cause="wild_norm"),
+            event("skipped_update", step, cause="outlier_norm"),
             event("watchdog", step, action="watch", trouble="drift", onset=3, message="rose"),
             event("warning", step, message="m" * 100),
             event("resume", step),
@@ -458,16 +458,16 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
     ]
     records = [
         event("start", 0, world_size=2),
-        event("dropped", 3, cause="wild_norm"),
-        event("dropped", 4, cause="wild_norm"),
-        event("dropped", 9, cause="non_finite"),
+        event("skipped_update", 3, cause="outlier_norm"),
+        event("skipped_update", 4, cause="outlier_norm"),
+        event("skipped_update", 9, cause="non_finite"),
         *drifts,
         event("watchdog", 90, action="ok", trouble="drift", onset=31, message="healed"),
         event("save_failed", 91, problem="no room", in_a_row=2),
         event("checkpoint", 92),
         event("observed", 95, message="the watchdog would skip"),
         event("stop", 95),
-        event("changed", field="schedule.peak", old="0.1", new="*8M*"),
+        event("changed", field="schedule.peak_lr", old="0.1", new="*8M*"),
         event("resume", 95, world_size=2, checkpoint="step_000000095"),
         event("resume", 95, world_size=1),
         event("moon_landed", 96),
@@ -479,7 +479,7 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         "finished",
         "resume, 1 rank (before: 2); the start before left no word of its end: killed, or failed",
         "resume, 2 ranks, from step_000000095",
-        "schedule.peak changed: 0.1 before, *8M* from this start on",
+        "schedule.peak_lr changed: 0.1 before, *8M* from this start on",
         "stopped on request; saved, the same command goes on from there",
         "observed: the watchdog would skip",
         "saves work again",
@@ -530,7 +530,7 @@ def test_of_ranks_that_share_sequences_their_group_is_told() -> None:
 
 
 def test_no_word_of_the_records_is_left_for_a_person_to_read() -> None:
-    words = [*get_args(Kind), *get_args(Finding), "came_back", "wild_norm"]
+    words = [*get_args(Kind), *get_args(Finding), "came_back", "outlier_norm"]
     assert not [word for word in words if "_" in logbook._plain(word)]
 
 

@@ -130,7 +130,12 @@ sys.exit(75)
 
 
 def test_a_long_list_is_counted_in_the_terminal_and_whole_in_the_file() -> None:
-    record = {"event": "dropped", "step": 7, "attempt": 1, "samples": [("text", 0, n) for n in range(1000)]}
+    record = {
+        "event": "skipped_update",
+        "step": 7,
+        "attempt": 1,
+        "samples": [("text", 0, n) for n in range(1000)],
+    }
     assert event_line(record) == "dropped at step 7  samples 1,000 in metrics.jsonl"
 
 
@@ -142,7 +147,7 @@ def test_nested_values_are_told_in_a_few_words_and_never_poured_out() -> None:
         "rollback at step 9  incident 1  skipped main draws 100 to 200, 100 samples  "
         "rank_losses 2 in metrics.jsonl  hosts a:0, b:0"
     )
-    few = {"event": "suspects", "attempt": 1, "samples": [{"loss": 9.0, "text": "x" * 5000}]}
+    few = {"event": "high_loss_samples", "attempt": 1, "samples": [{"loss": 9.0, "text": "x" * 5000}]}
     assert event_line(few) == "suspects  samples 1 in metrics.jsonl"
 
 

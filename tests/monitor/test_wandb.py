@@ -199,7 +199,7 @@ def _train_three_times(world: World, out: str) -> int:
             out=Path(out),
             every=1,
             wandb=RUN,
-            run_config={"seed": 7, "schedule": {"peak": 3e-4}},
+            run_config={"seed": 7, "schedule": {"peak_lr": 3e-4}},
             attempt=attempt,
             timeline=single_phase("main", 10, 1, parse_duration("100 steps")),
             flops_per_token={},
@@ -218,7 +218,7 @@ def test_p52_two_ranks_and_three_restarts_make_one_run_opened_by_rank_0_alone(tm
     assert run_ranks(_train_three_times, 2, str(tmp_path)) == [3, 0]
     runs = offline_runs(tmp_path)
     assert [(run.id, run.project) for run in runs] == [("run-id-1", "tests")] * 3
-    assert runs[0].config["schedule"] == {"peak": 3e-4}
+    assert runs[0].config["schedule"] == {"peak_lr": 3e-4}
     points_of_all = [point for run in runs for point in run.history]
     assert [point["attempt"] for point in points_of_all] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [point["train/step"] for point in points_of_all] == [0, 1, 1, 1, 2, 2, 2, 3, 3]

@@ -15,22 +15,22 @@ REPLACE = {
     "text = 0.7, code = 0.3": "web = 0.8, math = 0.2",
     "seq_len = 16": "seq_len = 256",
     'every = "4 steps"\ntokens = 160': 'every = "6 steps"\ntokens = 2048',
-    "keep = 20": "keep = 3",
+    "keep_last = 20": "keep_last = 3",
 }
 PHASES = """
 [[phases]]
 name = "long"
 start = "8 steps"
 seq_len = 1024
-micro_sequences = 1
-recompute = true
+micro_batch_size = 1
+activation_checkpointing = true
 mixture = { web = 0.4, books = 0.6 }
 rope = { theta = 8e4 }
 [[phases]]
 name = "anneal"
 start = "13 steps"
 seq_len = 1024
-micro_sequences = 1
+micro_batch_size = 1
 mixture = { web = 0.4, books = 0.2, math = 0.4 }
 """
 RAMP, LONG, ANNEAL, LAST = 4, 8, 13, 18  # steps at which something changes

@@ -12,7 +12,7 @@ POISON = Fault("labels", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
 OPTIONS: dict[str, Any] = {
     "steps": 40,
     "batch_tokens": 128,
-    "micro_sequences": 4,
+    "micro_batch_size": 4,
     "save_every": "2 steps",
     "model": {**LLAMA, "attention_dropout": 0.0},
 }

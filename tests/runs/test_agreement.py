@@ -13,7 +13,7 @@ WATCHDOG = """
 [watchdog]
 window = 8
 patience = 3
-non_finite = 2
+max_non_finite_steps = 2
 skip_before = "1 steps"
 skip_after = "4 steps"
 """
@@ -22,7 +22,7 @@ LABELS = Fault("labels", 13 * SEQUENCES, 16 * SEQUENCES, rank=0)  # what steps 1
 
 
 def _run(folder: Path, num_ranks: int, trouble: Fault) -> list[Record]:
-    batch = {"batch_tokens": 16 * SEQUENCES, "micro_sequences": SEQUENCES // num_ranks}
+    batch = {"batch_tokens": 16 * SEQUENCES, "micro_batch_size": SEQUENCES // num_ranks}
     run_file = make_sick_run(folder, WATCHDOG, steps=24, save_every="3 steps", **batch)
     ranks: list[Record] = run_ranks(record_run, num_ranks, str(run_file), faults=[trouble])
     return ranks
@@ -63,4 +63,4 @@ def test_p54_a_loss_or_a_gradient_of_one_rank_that_is_no_number_is_one_decision_
         (14, "watch", "non_finite", 14),
         (15, "roll_back", "non_finite", 14),
     ]
-    assert agreed.final.num_dropped == 0  # what was dropped was gone back behind
+    assert agreed.final.num_skipped_updates == 0  # what was dropped was gone back behind

@@ -61,7 +61,7 @@ def make_run_from(folder: Path, base: Path, more: str = "") -> Path:
     """A run file whose [model] is the base's."""
     run_file = make_run(folder, steps=4, batch_tokens=128)
     text = run_file.read_text().replace(
-        f'config = "{folder}/model.json"\nqk_norm = true', f'from = "{base}"{more}'
+        f'config = "{folder}/model.json"\nqk_norm = true', f'pretrained = "{base}"{more}'
     )
     run_file.write_text(text)
     return run_file
@@ -104,7 +104,7 @@ def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
     identity = json.loads((tmp_path / "out" / "run.json").read_text())["identity"]["model"]
     base = open_inputs(load_plan(run_file)).base
     assert base is not None
-    assert identity["from"] == base.fingerprint
+    assert identity["pretrained"] == base.fingerprint
     assert next(r["event"] for r in read_metrics(tmp_path / "out/metrics.jsonl")) == "start"
     [again] = run_ranks(start, 1, str(run_file), ("schedule.warmup=0 steps",))
     assert "all 4 steps are done" in again.stdout
@@ -298,8 +298,10 @@ def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
     make_base(tmp_path / "base", "llama")
     run_file = make_run_from(tmp_path, tmp_path / "base")
     assert main(["check", str(run_file)]) == 0
-    nowhere, config = f"model.from={tmp_path}/no", f"model.config={tmp_path}/base/config.json"
-    assert f"model.from: cannot read {tmp_path}/no/config.json (No such" in refusal(capsys, run_file, nowhere)
+    nowhere, config = f"model.pretrained={tmp_path}/no", f"model.config={tmp_path}/base/config.json"
+    assert f"model.pretrained: cannot read {tmp_path}/no/config.json (No such" in refusal(
+        capsys, run_file, nowhere
+    )
     assert "is no folder; name one with a config.json" in refusal(capsys, run_file, nowhere, config)
     file = tmp_path / "base" / "model.safetensors"
     whole = file.read_bytes()
@@ -329,7 +331,7 @@ def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
     ):
         index.write_text(text)
         said = refusal(capsys, run_file)
-        assert f"model.from: {index} " in said
+        assert f"model.pretrained: {index} " in said
         assert reason in said
 
 

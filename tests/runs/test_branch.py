@@ -25,7 +25,7 @@ PHASE = """
 name = "long"
 start = "8 steps"
 seq_len = 32
-micro_sequences = 1
+micro_batch_size = 1
 mixture = { text = 0.5, math = 0.5 }
 rope = { theta = 5e4 }
 """
@@ -102,8 +102,8 @@ def test_a_cooldown_from_a_stable_checkpoint_is_the_run_that_had_that_schedule_f
 
 def test_p13_the_first_step_of_a_branch_has_the_new_schedules_rate_in_every_group(parent: Path) -> None:
     """The old rates lie in the checkpoint's parameter groups; a branch in the middle of its new decay."""
-    schedule = {"length": '"10 steps"', "decay": '"4 steps"', "shape": '"linear"'}
-    accepting = ('accept_changes=["schedule"]', "schedule.peak=4e-3", "schedule.shape=linear")
+    schedule = {"length": '"10 steps"', "decay": '"4 steps"', "decay_shape": '"linear"'}
+    accepting = ('accept_changes=["schedule"]', "schedule.peak_lr=4e-3", "schedule.decay_shape=linear")
     run_file = write_run(parent, "cooler", **schedule)
     _branched(parent, run_file, 8, accepting)
     rates = run_ranks(record_run, 2, str(run_file), accepting)[0].rates
@@ -137,7 +137,7 @@ FAR = """
 name = "far"
 start = "8 steps"
 seq_len = 128
-micro_sequences = 1
+micro_batch_size = 1
 mixture = { far_text = 0.5, far_code = 0.5 }
 rope = { theta = 5e4 }
 """
@@ -177,7 +177,7 @@ def test_a_branch_on_other_ranks_or_with_folders_of_each_hosts_own_reads_the_sam
     parent: Path, name: str, local: str | None
 ) -> None:
     run_file = write_run(parent, name)
-    overrides = () if local is None else (f"checkpoint.local={parent}/{name}_{local}",)
+    overrides = () if local is None else (f"checkpoint.local_dir={parent}/{name}_{local}",)
     _branched(parent, run_file, 12, overrides)
     num_ranks = 2 if name == "both_local" else 1
     ranks = run_ranks(start, num_ranks, str(run_file), overrides)

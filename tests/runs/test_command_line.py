@@ -72,14 +72,14 @@ def test_the_deepspeed_launcher_works_directly(tmp_path: Path) -> None:
         "--module",
         "ds_pretrain.train",
         str(run_file),
-        "schedule.peak=2e-3",
+        "schedule.peak_lr=2e-3",
     ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trace(tmp_path / "run/out")[2]["learning_rate"] == pytest.approx(2e-3)
     assert json.loads((tmp_path / "run/out/checkpoints/step_000000003/manifest.json").read_text())[
         "overrides"
-    ] == ["schedule.peak=2e-3"]
+    ] == ["schedule.peak_lr=2e-3"]
 
 
 def test_bad_input_through_the_launcher_is_one_message_and_code_2(tmp_path: Path) -> None:

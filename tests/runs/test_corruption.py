@@ -121,9 +121,9 @@ LATEST: dict[str, Callable[[Path], object]] = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """A run of 2 ranks under ZeRO-3 to its end, with the checkpoints of its last two steps."""
     run_file = make_run(
-        tmp_path_factory.mktemp("trained"), steps=6, batch_tokens=32, micro_sequences=1, save_every="1 steps"
+        tmp_path_factory.mktemp("trained"), steps=6, batch_tokens=32, micro_batch_size=1, save_every="1 steps"
     )
-    results = run_ranks(record_run, 2, str(run_file), ("checkpoint.keep=4",))
+    results = run_ranks(record_run, 2, str(run_file), ("checkpoint.keep_last=4",))
     root = run_file.parent / "out" / "checkpoints"
     for step in (5, 6):
         shutil.rmtree(root / f"step_{step:09d}")
@@ -269,7 +269,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_bits(
     )
     kinds: Any = {"latest": LATEST, "manifest.json": {k: v[0] for k, v in MANIFEST_DAMAGE.items()}}
     kinds.get(name, {k: v[0] for k, v in DAMAGE.items()})[kind](path)
-    finished = run_ranks(record_run, 2, str(run_file), (f"out={out}", "checkpoint.keep=4"))
+    finished = run_ranks(record_run, 2, str(run_file), (f"out={out}", "checkpoint.keep_last=4"))
     assert [ended.digest for ended in finished] == [ended.digest for ended in straight]
     assert trace(out) == trace(run_file.parent / "out")
     first = 5 if name == "latest" else 4

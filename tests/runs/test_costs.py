@@ -84,7 +84,7 @@ def test_p24_a_resume_reads_and_holds_the_shards_of_a_rank_and_not_those_of_all(
 
 def test_p24_each_save_is_on_record_and_one_that_stalls_above_its_share_is_warned_of(tmp_path: Path) -> None:
     run_file = make_run(tmp_path, steps=6, batch_tokens=64, save_every="1 steps")
-    endings = run_ranks(start, 2, str(run_file), ("checkpoint.stall_share=1e-6",))
+    endings = run_ranks(start, 2, str(run_file), ("checkpoint.max_stall_fraction=1e-6",))
     assert [ended.code for ended in endings] == [EXIT_FINISHED] * 2
     saves = [r for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if r["event"] == "checkpoint"]
     assert [save["step"] for save in saves] == [1, 2, 3, 4, 5, 6]
@@ -92,7 +92,7 @@ def test_p24_each_save_is_on_record_and_one_that_stalls_above_its_share_is_warne
         folder = tmp_path / "out" / "checkpoints" / f"step_{save['step']:09d}"
         assert save["bytes"] == parse_manifest((folder / "manifest.json").read_text()).total_bytes
         assert 0 < save["stall_seconds"] <= save["total_seconds"]
-    assert endings[0].stderr.count("checkpoint.stall_share allows") == 1
+    assert endings[0].stderr.count("checkpoint.max_stall_fraction allows") == 1
 
 
 def test_the_log_says_how_often_to_save_once_it_is_measured(tmp_path: Path) -> None:

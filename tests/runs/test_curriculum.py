@@ -134,7 +134,7 @@ def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind
     second = (
         '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
     )
-    run_file = make_sick_run(tmp_path, WATCHDOG + second, micro_sequences=2)
+    run_file = make_sick_run(tmp_path, WATCHDOG + second, micro_batch_size=2)
     # What is poisoned is what the last four steps of the first phase read.
     ranks = run_ranks(record_run, 2, str(run_file), faults=[POISON])
     assert [rank.code for rank in ranks] == [0, 0]

@@ -1,4 +1,4 @@
-"""A run with `drop_sigmas` leaves out a wild update by itself, and goes on as if nothing had been learned."""
+"""A run with `skip_update_sigmas` skips an outlier update, as if its batch had never been seen."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.runs.results import trace
 from tests.runs.sick import WATCHDOG, make_sick_run
 from tests.tiers import slow
 
-DROPPING = WATCHDOG + "drop_sigmas = 40\n"
+DROPPING = WATCHDOG + "skip_update_sigmas = 40\n"
 WILD_STEP = 22
 WILD = 1e4
 
@@ -52,8 +52,8 @@ def test_a_wild_update_is_dropped_as_if_it_were_no_number_also_across_a_kill(
     assert steps[WILD_STEP]["clip_factor"] is None
     assert steps[WILD_STEP + 1]["learning_rate"] == steps[WILD_STEP]["learning_rate"]
     events = [record for record in read_metrics(outs["wild"] / "metrics.jsonl") if "event" in record]
-    [dropped] = [event for event in events if event["event"] == "dropped"]
-    assert (dropped["step"], dropped["cause"], len(dropped["samples"])) == (WILD_STEP, "wild_norm", 8)
+    [dropped] = [event for event in events if event["event"] == "skipped_update"]
+    assert (dropped["step"], dropped["cause"], len(dropped["samples"])) == (WILD_STEP, "outlier_norm", 8)
     assert any(
         e["event"] == "watchdog" and "update dropped for its gradient norm" in e["message"] for e in events
     )

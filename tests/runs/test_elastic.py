@@ -44,7 +44,7 @@ SMALL_SUB_GROUPS = deepspeed_json(3, zero_optimization={"stage": 3, "sub_group_s
 
 
 def _make(folder: Path, **more: Any) -> Path:
-    options = {"steps": STEPS, "batch_tokens": 16 * 12, "micro_sequences": 1, "save_every": f"{STEP} steps"}
+    options = {"steps": STEPS, "batch_tokens": 16 * 12, "micro_batch_size": 1, "save_every": f"{STEP} steps"}
     return make_run(folder, **{"model": NO_DROPOUT, **options, **more})
 
 
@@ -212,7 +212,7 @@ def test_the_zero_stage_and_the_micro_batch_may_change_with_the_ranks(
     run_file = _make(tmp_path, deepspeed=deepspeed_json(before, bf16))
     first = run_ranks(train, num_before, str(run_file), stop_after=STEP)
     (tmp_path / "deepspeed.json").write_text(json.dumps(deepspeed_json(after, bf16)))
-    second = run_ranks(train, num_after, str(run_file), ("batch.micro_sequences=2",))
+    second = run_ranks(train, num_after, str(run_file), ("batch.micro_batch_size=2",))
     assert f"zero_optimization.stage {before} -> {after}" in second[0].stderr
     for outcome in second:
         assert outcome.restored is not None

@@ -24,7 +24,7 @@ from tests.tiers import slow
 
 DISK_BYTES = 6 << 20
 BALLAST = "ballast"
-OPTIONS: dict[str, Any] = {"steps": 8, "batch_tokens": 32, "micro_sequences": 1, "save_every": "2 steps"}
+OPTIONS: dict[str, Any] = {"steps": 8, "batch_tokens": 32, "micro_batch_size": 1, "save_every": "2 steps"}
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_a_run_killed_five_times_is_bitwise_the_run_that_never_was(
 ) -> None:
     options: dict[str, Any] = {
         "deepspeed": deepspeed_json(stage, precision == "bf16"),
-        "micro_sequences": 1,
+        "micro_batch_size": 1,
         "batch_tokens": 16 * num_ranks * accumulation,
         "save_every": "2 steps",
     }

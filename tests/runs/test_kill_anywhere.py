@@ -82,7 +82,7 @@ def test_every_write_point_of_the_source_is_killed_at() -> None:
 
 
 def _make(folder: Path, **more: Any) -> Path:
-    options = {"steps": 40, "batch_tokens": 32, "micro_sequences": 1, "save_every": f"{INTERVAL} steps"}
+    options = {"steps": 40, "batch_tokens": 32, "micro_batch_size": 1, "save_every": f"{INTERVAL} steps"}
     return make_run(folder, **{**options, **more})
 
 
@@ -141,8 +141,8 @@ def test_p19_a_run_killed_in_every_way_is_bitwise_the_run_that_never_was(
     assert sum(kill.seconds or 0 for kill in kills) < 40 * 0.2
     left = Left(0, 0, 0, ())
     for kill in kills:
-        left = _kill(run_file, kill, left, overrides=("checkpoint.keep=2",))
-    _assert_bitwise(run_file, straight(stage, steps), ("checkpoint.keep=2",))
+        left = _kill(run_file, kill, left, overrides=("checkpoint.keep_last=2",))
+    _assert_bitwise(run_file, straight(stage, steps), ("checkpoint.keep_last=2",))
 
 
 @pytest.mark.parametrize("kills", [[CONVERTING[2], CONVERTING[4]], slow(CONVERTING)], ids=["some", "all"])
@@ -170,7 +170,7 @@ def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bi
     tmp_path: Path, straight: Straight, kills: list[Kill]
 ) -> None:
     run_file, vault = _make(tmp_path, deepspeed=deepspeed_json(3), steps=8), tmp_path / "vault"
-    overrides = (f"checkpoint.ship_to={vault}",)
+    overrides = (f"checkpoint.upload_to={vault}",)
     assert [ended.code for ended in run_ranks(start, 2, str(run_file), overrides)] == [0, 0]
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # the disk is lost; at the place, what came after step 4
     for folder in vault.glob("step_*"):

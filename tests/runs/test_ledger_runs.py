@@ -30,7 +30,7 @@ WATCHDOG = """
 [watchdog]
 window = 8
 patience = 3
-respond = ["skip", "skip"]
+policy = ["skip", "skip"]
 skip_before = "{before} steps"
 skip_after = "{after} steps"
 """
@@ -127,9 +127,9 @@ def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Pa
     assert [r.response for r in ranks[0].final.rollbacks] == ["skip"]
     [(_, stop)] = _require_exact(run_file)
     assert stop == STEPS * BATCH  # as far as the run had read, and no further
-    cure = tmp_path / "out/cure.json"
+    cure = tmp_path / "out/rollbacks.json"
     cure.write_text(cure.read_text()[:-20])
     [ended] = run_ranks(start, 1, str(run_file))
     assert ended.code == EXIT_BAD_INPUT
-    assert "cure.json cannot be read (" in ended.stderr
+    assert "rollbacks.json cannot be read (" in ended.stderr
     assert "it says which data the watchdog skipped; put an intact copy back" in ended.stderr

@@ -25,7 +25,7 @@ window = 8
 patience = 3
 skip_before = "1 steps"
 skip_after = "1 steps"
-rollbacks = 20
+max_rollbacks = 20
 """
 OVERRIDES = ('validation.every="1000 steps"',)
 GROWTH_BYTES = 4 * 2**20
@@ -78,7 +78,7 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
         "steps": STEPS[-1] + 6,
         "save_every": "3 steps",
         "batch_tokens": 64,
-        "micro_sequences": 2,
+        "micro_batch_size": 2,
         "model": model,
     }
     clean_file = make_sick_run(tmp_path / "clean", WATCHDOG, **more)

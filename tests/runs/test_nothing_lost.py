@@ -22,10 +22,10 @@ from tests.tiers import slow
 
 def test_p29_every_sample_of_every_window_is_trained_on_once_over_kills(tmp_path: Path) -> None:
     """Accumulation 3, killed twice between checkpoints: the draws that count are each there once."""
-    run_file = make_run(tmp_path, steps=7, micro_sequences=1, batch_tokens=16 * 6, save_every="2 steps")
+    run_file = make_run(tmp_path, steps=7, micro_batch_size=1, batch_tokens=16 * 6, save_every="2 steps")
     for kill_after in (3, 5):
         assert run_ranks(record_run, 2, str(run_file), kill_after=kill_after, allow_kill=True) == [KILLED] * 2
-    straight_file = make_run(tmp_path / "straight", steps=7, micro_sequences=1, batch_tokens=16 * 6)
+    straight_file = make_run(tmp_path / "straight", steps=7, micro_batch_size=1, batch_tokens=16 * 6)
     straight = run_ranks(record_run, 2, str(straight_file))[0].samples
     read = run_ranks(record_run, 2, str(run_file))[0].samples
     assert set(read) >= {4, 5, 6}  # killed after 5: from step 4 on, or from 2 if 4 was still being written
@@ -96,7 +96,7 @@ def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_ex
     straight: Callable[[int], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     run_file = make_run(tmp_path / "full", **OPTIONS)
-    overrides = ["checkpoint.failures=1"]
+    overrides = ["checkpoint.max_consecutive_failures=1"]
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", overrides)
     assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
     assert "1 saves in a row have failed, the last: rank 1: [Errno 28] No space left" in ranks[0].stderr

@@ -44,7 +44,7 @@ def _on_its_own_host(
 
 def _local(folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
     run_file = make_run(folder, steps=6, save_every="2 steps", model=PLAIN, **options)
-    return run_file, (f"checkpoint.local={folder}/hosts", "checkpoint.keep=2")
+    return run_file, (f"checkpoint.local_dir={folder}/hosts", "checkpoint.keep_last=2")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def stopped_shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that was stopped after step 4, and the vault that all of it was shipped to."""
     folder = tmp_path_factory.mktemp("stopped_shipped")
     run_file = make_run(folder, steps=6, save_every="2 steps", model=PLAIN)
-    shipping = (f"checkpoint.ship_to={folder}/vault",)
+    shipping = (f"checkpoint.upload_to={folder}/vault",)
     run_ranks(start, 2, str(run_file), shipping, Stop("file", 0, 3))
     assert _steps(folder / "vault") == [1, 2, 4]
     return folder
@@ -79,12 +79,12 @@ def stopped_shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _with_hosts(stopped_hosts: Path, to: Path) -> tuple[Path, tuple[str, ...]]:
     """A copy of that run; its run file and overrides."""
-    return copied(stopped_hosts, to), (f"checkpoint.local={to}/hosts", "checkpoint.keep=2")
+    return copied(stopped_hosts, to), (f"checkpoint.local_dir={to}/hosts", "checkpoint.keep_last=2")
 
 
 def _with_vault(stopped_shipped: Path, to: Path) -> tuple[Path, tuple[str, ...]]:
     """A copy of that run; its run file and overrides."""
-    return copied(stopped_shipped, to), (f"checkpoint.ship_to={to}/vault",)
+    return copied(stopped_shipped, to), (f"checkpoint.upload_to={to}/vault",)
 
 
 def _steps(root: Path) -> list[int]:
@@ -111,7 +111,7 @@ def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
     copies = out / "checkpoints" / "step_000000006"
     assert {p.relative_to(copies).as_posix() for p in copies.rglob("*") if p.is_file()} >= set(manifest.files)
     assert _steps(out / "checkpoints")[-2:] == [4, 6]  # older ones go once every host has seen them whole
-    events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "shipped"]
+    events = [r for r in read_metrics(out / "metrics.jsonl") if r["event"] == "upload"]
     assert {event["checkpoint"] for event in events} >= {"step_000000004", "step_000000006"}
 
 
@@ -165,7 +165,7 @@ def test_without_a_whole_copy_the_checkpoint_before_it_is_used(stopped_hosts: Pa
 def test_another_number_of_ranks_puts_the_hosts_pieces_together(
     tmp_path: Path, before: int, after: int
 ) -> None:
-    options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_sequences": 1}
+    options: dict[str, Any] = {"batch_tokens": 16 * 6, "micro_batch_size": 1}
     straight_file, _ = _local(tmp_path / "straight", **options)
     run_ranks(record_run, before, str(straight_file))
     run_file, overrides = _local(tmp_path / "run", **options)
@@ -201,7 +201,7 @@ def test_hosts_that_share_what_should_be_their_own_are_told_so(tmp_path: Path) -
     run_file, overrides = _local(tmp_path / "run")
     ranks = run_ranks(_on_one_disk, 2, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
-    assert f"checkpoint.local = {tmp_path}/run/hosts is one folder on" in ranks[0].stderr
+    assert f"checkpoint.local_dir = {tmp_path}/run/hosts is one folder on" in ranks[0].stderr
 
 
 def _on_one_disk(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
@@ -292,7 +292,7 @@ def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) 
 
 def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_start(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=4, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    overrides = (f"checkpoint.upload_to={tmp_path}/vault",)
     [ended] = run_ranks(_with_no_patience, 1, str(run_file), overrides)
     assert ended.code == EXIT_FINISHED
     assert f"not shipped to {tmp_path}/vault yet: steps 1, 2, 4; they are in" in ended.stderr
@@ -334,7 +334,7 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
 ) -> None:
     run_file, overrides = _local(tmp_path / "run")
     place = f"s3://{BUCKET}/run"
-    run_file.write_text(run_file.read_text().replace("[checkpoint]", f'[checkpoint]\nship_to = "{place}"'))
+    run_file.write_text(run_file.read_text().replace("[checkpoint]", f'[checkpoint]\nupload_to = "{place}"'))
     hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
     with s3_server() as server:
         first = run_ranks(_with_s3, 2, str(run_file), str(hosts), server, overrides, Stop("file", 0, 3))
@@ -453,7 +453,7 @@ def _with_a_failing_host(
 def test_a_publication_that_one_host_cannot_make_is_made_by_none(tmp_path: Path, at: str) -> None:
     run_file, overrides = _local(tmp_path / "run")
     hosts, out = tmp_path / "hosts", tmp_path / "run" / "out"
-    stopping = (*overrides, "checkpoint.failures=1")
+    stopping = (*overrides, "checkpoint.max_consecutive_failures=1")
     ranks = run_ranks(_with_a_failing_host, 2, str(run_file), str(hosts), stopping, at)
     assert {ended.code for ended in ranks} == {EXIT_CANNOT_SAVE}
     assert "rank 1: [Errno 28] No space left on device" in ranks[0].stderr
@@ -464,12 +464,12 @@ def test_a_publication_that_one_host_cannot_make_is_made_by_none(tmp_path: Path,
 
 
 def test_a_place_of_another_run_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    overrides = (f"checkpoint.upload_to={tmp_path}/vault",)
     one, other = (make_run(tmp_path / name, name=name, steps=4) for name in ("one", "other"))
     assert [e.code for e in run_ranks(start, 1, str(one), overrides)] == [EXIT_FINISHED]
     [ended] = run_ranks(start, 1, str(other), overrides)
     assert ended.code == EXIT_BAD_INPUT
-    assert f"checkpoint.ship_to = {tmp_path}/vault holds the checkpoints of another run" in ended.stderr
+    assert f"checkpoint.upload_to = {tmp_path}/vault holds the checkpoints of another run" in ended.stderr
     assert not list((tmp_path / "other" / "out").rglob("step_*"))
     [ended] = run_ranks(start, 1, str(other))  # with the key corrected
     assert ended.code == EXIT_FINISHED
@@ -477,7 +477,7 @@ def test_a_place_of_another_run_is_refused_before_anything_is_fetched(tmp_path: 
 
 def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=4)
-    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.ship_to={tmp_path}/run/out/checkpoints",))
+    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.upload_to={tmp_path}/run/out/checkpoints",))
     assert ended.code == EXIT_BAD_INPUT
     assert "is where checkpoints are saved; name another place" in ended.stderr
 
@@ -518,15 +518,15 @@ def test_a_place_with_another_runs_checkpoints_and_no_label_is_refused_and_nothi
         run_ranks(start, 1, str(name), (), Stop("file", 0, 3))
     theirs = tmp_path / "a" / "out" / "checkpoints"
     before = contents(theirs)
-    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.ship_to={theirs}",))
+    [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.upload_to={theirs}",))
     assert ended.code == EXIT_BAD_INPUT
-    assert f"checkpoint.ship_to = {theirs} holds the checkpoints of another run" in ended.stderr
+    assert f"checkpoint.upload_to = {theirs} holds the checkpoints of another run" in ended.stderr
     assert contents(theirs) == before
 
 
 def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path) -> None:
     run_file = make_run(tmp_path / "run", steps=6, save_every="2 steps")
-    overrides = (f"checkpoint.ship_to={tmp_path}/vault",)
+    overrides = (f"checkpoint.upload_to={tmp_path}/vault",)
     run_ranks(start, 1, str(run_file), overrides, Stop("file", 0, 3))
     (tmp_path / "vault" / "step_000000009").write_text("hello")
     [ended] = run_ranks(start, 1, str(run_file), overrides)
@@ -538,10 +538,10 @@ def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path
     [
         ("resume_from=nope", "resume_from = nope is no folder; name a checkpoint's"),
         ("resume_from={file}_s", "holds checkpoints and is none; name one, like"),
-        ("checkpoint.ship_to={out}", "is the run directory; name another place"),
-        ("checkpoint.ship_to={file}", "is not a folder"),
-        ("checkpoint.local={file}", "is not a folder"),
-        ("checkpoint.local=s3://vault", "is not a path on this host; write one like"),
+        ("checkpoint.upload_to={out}", "is the run directory; name another place"),
+        ("checkpoint.upload_to={file}", "is not a folder"),
+        ("checkpoint.local_dir={file}", "is not a folder"),
+        ("checkpoint.local_dir=s3://vault", "is not a path on this host; write one like"),
     ],
 )
 def test_check_finds_places_that_cannot_be(

@@ -132,7 +132,7 @@ def _before(owner: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def _make(folder: Path, steps: int) -> Path:
-    return make_run(folder, steps=steps, batch_tokens=32, micro_sequences=1, save_every="2 steps")
+    return make_run(folder, steps=steps, batch_tokens=32, micro_batch_size=1, save_every="2 steps")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def _assert_stopped_well(out: Path) -> None:
 
 def _stop_at_each(folder: Path, steps: int, terms: list[Term], straight: list[dict[str, Any]]) -> None:
     """Start a run again and again, stopped each time; where it comes to its end, another is begun."""
-    overrides, runs, left = ("checkpoint.keep=3",), 0, list(terms)
+    overrides, runs, left = ("checkpoint.keep_last=3",), 0, list(terms)
     while True:
         runs += 1
         run_file = _make(folder / f"run_{runs}", steps)

@@ -88,10 +88,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("num_ranks", [1, slow(4)])
 def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
-    options: dict[str, Any] = {"steps": 5, "save_every": "2 steps", "model": PLAIN, "micro_sequences": 1}
+    options: dict[str, Any] = {"steps": 5, "save_every": "2 steps", "model": PLAIN, "micro_batch_size": 1}
     run_file = make_run(tmp_path, **options)
     run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
-    ranks = run_ranks(start, num_ranks, str(run_file), ("batch.micro_sequences=2",))
+    ranks = run_ranks(start, num_ranks, str(run_file), ("batch.micro_batch_size=2",))
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks
     assert "its loss on the first micro-batches of step 3 is what it was" in ranks[0].stdout
 
@@ -155,7 +155,7 @@ LONG = """
 name = "long"
 start = "4 steps"
 seq_len = 32
-micro_sequences = 1
+micro_batch_size = 1
 mixture = { text = 1.0 }
 rope = { theta = 5e4 }
 """

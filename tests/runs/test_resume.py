@@ -94,10 +94,10 @@ def test_a_run_directory_of_another_run_is_refused_on_all_ranks_and_left_as_it_i
 
 def test_another_trajectory_in_the_same_directory_is_refused_with_both_values(finished: Path) -> None:
     before = contents(finished / "out")
-    endings = run_ranks(start, 2, str(finished / "run.toml"), ("seed=8", "schedule.peak=2e-2"))
+    endings = run_ranks(start, 2, str(finished / "run.toml"), ("seed=8", "schedule.peak_lr=2e-2"))
     assert [ended.code for ended in endings] == [EXIT_BAD_INPUT] * 2
     assert "`seed` is 8, but the run in" in endings[0].stderr
-    assert "`schedule.peak` is 0.02, but the run in" in endings[0].stderr
+    assert "`schedule.peak_lr` is 0.02, but the run in" in endings[0].stderr
     assert _without_exit_code(contents(finished / "out")) == _without_exit_code(before)
 
 

@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {
     "steps": 6,
     "save_every": "2 steps",
     "batch_tokens": 96,
-    "micro_sequences": 1,
+    "micro_batch_size": 1,
     "model": {**LLAMA, "attention_dropout": 0.0},
 }
 
@@ -76,17 +76,17 @@ def test_what_differs_from_the_other_run_is_refused_or_accepted_and_recorded(
     origin: Path, tmp_path: Path
 ) -> None:
     run_file, overrides = _child(tmp_path, origin)
-    ranks = run_ranks(start, 2, str(run_file), (*overrides, "seed=9", "schedule.peak=2e-2"))
+    ranks = run_ranks(start, 2, str(run_file), (*overrides, "seed=9", "schedule.peak_lr=2e-2"))
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
     assert "`seed` is 9, but the run of" in ranks[0].stderr
-    assert "`schedule.peak` is 0.02" in ranks[0].stderr
+    assert "`schedule.peak_lr` is 0.02" in ranks[0].stderr
     assert not (tmp_path / "child" / "run.json").exists()
 
-    accepted = (*overrides, "schedule.peak=2e-2", 'accept_changes=["schedule"]')
+    accepted = (*overrides, "schedule.peak_lr=2e-2", 'accept_changes=["schedule"]')
     ranks = run_ranks(start, 2, str(run_file), accepted)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     [change] = json.loads((tmp_path / "child" / "run.json").read_text())["changes"]
-    assert change == {"attempt": 1, "field": "schedule.peak", "old": 0.01, "new": 0.02}
+    assert change == {"attempt": 1, "field": "schedule.peak_lr", "old": 0.01, "new": 0.02}
 
 
 def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(

@@ -48,7 +48,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert len(trace(out)) == 40
     assert "going on from the calm checkpoint of step" in ranks[0].stderr
     assert len(ranks[0].samples) >= 40
-    [compared] = _events(out, "compared")
+    [compared] = _events(out, "replay_compared")
     assert (compared["finding"], compared["first_difference"]) == ("data_or_state", None)
     outcomes = [(o["incident"], o["outcome"]) for o in _events(out, "outcome")]
     assert outcomes == [(1, "came_back"), (2, "healed")]
@@ -56,7 +56,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
         "incident 2: 3 healthy steps after step 23: it was the data that are skipped now" in ranks[0].stderr
     )
     poisoned = _samples_of(sick_file, POISON)
-    for told in _events(out, "suspects"):
+    for told in _events(out, "high_loss_samples"):
         found = {(s["source"], s["epoch"], s["sample"]) for s in told["samples"]}
         assert len(found) == 8
         assert found <= poisoned, told["incident"]
@@ -78,7 +78,7 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
 
 @pytest.mark.slow
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path, micro_sequences=2)  # in one micro-batch its norms overflow for good
+    run_file = make_sick_run(tmp_path, micro_batch_size=2)  # in one micro-batch its norms overflow for good
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("state", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay"]
@@ -95,7 +95,7 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
     assert [rank.digest for rank in sick] == [rank.digest for rank in clean]
     losses = [[step["loss"] for step in trace(place)] for place in (clean_file.parent / "out", out)]
     assert losses[0] == losses[1]
-    [compared] = _events(out, "compared")
+    [compared] = _events(out, "replay_compared")
     assert (compared["finding"], compared["first_difference"], compared["ranks"]) == ("passing_fault", 23, [])
     assert "so the update of step 22 or the weights after it" in compared["message"]
     assert compared["hosts"] == [platform.node()]
@@ -106,7 +106,7 @@ def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
-    [compared] = _events(tmp_path / "out", "compared")
+    [compared] = _events(tmp_path / "out", "replay_compared")
     assert (compared["finding"], compared["first_difference"], compared["ranks"]) == (
         "passing_fault",
         22,
@@ -141,7 +141,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
 @pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
-    stops = (str(run_file), ("watchdog.respond=[]",))
+    stops = (str(run_file), ("watchdog.policy=[]",))
     killed: dict[str, Any] = {"kill": Kill(None, "person"), "allow_kill": True}
     assert run_ranks(record_run, 2, *stops, faults=[ABSURD], **killed) == [KILLED] * 2
     silent = run_ranks(record_run, 2, *stops, faults=[ABSURD])  # a supervisor would start again what had died
@@ -159,8 +159,12 @@ def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(t
 def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wrong(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     for overrides, code, words in (
-        ((), EXIT_CANNOT_SAVE, "cure.json, so it is not made: [Errno 28] No space left on device; make room"),
-        (("watchdog.respond=[]",), EXIT_NEEDS_PERSON, "nothing is left to try: watchdog.respond is empty"),
+        (
+            (),
+            EXIT_CANNOT_SAVE,
+            "rollbacks.json, so it is not made: [Errno 28] No space left on device; make room",
+        ),
+        (("watchdog.policy=[]",), EXIT_NEEDS_PERSON, "nothing is left to try: watchdog.policy is empty"),
     ):
         faults = [POISON, Fault("full_disk")]
         [ended] = run_ranks(record_run, 1, str(run_file), overrides, faults=faults)
@@ -186,7 +190,7 @@ def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_noth
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("gradient", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     assert _events(tmp_path / "out", "rollback") == []
-    [dropped] = _events(tmp_path / "out", "dropped")
+    [dropped] = _events(tmp_path / "out", "skipped_update")
     assert dropped["step"] == 22
     assert [tuple(sample) for sample in dropped["samples"]] == ranks[0].samples[21]
     steps = {step["step"]: step for step in trace(tmp_path / "out")}
@@ -198,7 +202,7 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
     run_file = make_sick_run(tmp_path, steps=12)
     [ended] = run_ranks(record_run, 1, str(run_file), faults=[Fault("gradient", 5, 9)])
     assert ended.code == 0
-    assert len(_events(tmp_path / "out", "dropped")) == 4
+    assert len(_events(tmp_path / "out", "skipped_update")) == 4
     [warning] = _events(tmp_path / "out", "warning")  # once, and after the third
     assert warning["step"] == 7
     assert warning["message"] in ended.stderr
@@ -208,7 +212,7 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
 @pytest.mark.slow
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
-    ranks = run_ranks(record_run, 2, str(spent), ("watchdog.rollbacks=1",), faults=[POISON])
+    ranks = run_ranks(record_run, 2, str(spent), ("watchdog.max_rollbacks=1",), faults=[POISON])
     assert [rank.code for rank in ranks] == [EXIT_NEEDS_PERSON] * 2
     assert "1 rollback in 5000 steps is all that is allowed" in ranks[0].stderr
 
@@ -244,8 +248,11 @@ def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
     assert [rank.digest for rank in cut] == [rank.digest for rank in whole]
     assert trace(out)[-10:] == trace(whole_file.parent / "out")[-10:]
-    for kind in ("rollback", "suspects"):  # told at the next start where the process died before it
+    for kind in ("rollback", "high_loss_samples"):  # told at the next start where the process died before it
         assert [told["incident"] for told in _events(out, kind)] == [1, 2], kind
-    told, whole_told = _events(out, "suspects"), _events(whole_file.parent / "out", "suspects")
+    told, whole_told = (
+        _events(out, "high_loss_samples"),
+        _events(whole_file.parent / "out", "high_loss_samples"),
+    )
     assert [one["samples"] for one in told] == [one["samples"] for one in whole_told]
-    assert [one["finding"] for one in _events(out, "compared")] == ["data_or_state"]
+    assert [one["finding"] for one in _events(out, "replay_compared")] == ["data_or_state"]

@@ -25,7 +25,7 @@ def _fresh(sick_file: Path, folder: Path, to_step: int, **more: Any) -> Path:
     run_file = make_sick_run(folder, **more)
     name = f"step_{to_step:09d}"
     shutil.copytree(sick_file.parent / "out/checkpoints" / name, folder / "out/checkpoints" / name)
-    shutil.copy(sick_file.parent / "out/cure.json", folder / "out/cure.json")
+    shutil.copy(sick_file.parent / "out/rollbacks.json", folder / "out/rollbacks.json")
     return run_file
 
 

@@ -21,8 +21,8 @@ PHASE = f"""
 name = "long"
 start = "{LONG} steps"
 seq_len = 128
-micro_sequences = 1
-recompute = true
+micro_batch_size = 1
+activation_checkpointing = true
 mixture = {{ text = 0.5, code = 0.5 }}
 rope = {{ theta = 8e4 }}
 """
@@ -136,7 +136,7 @@ def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_pat
     ranks = run_ranks(record_run, 4, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=2)])
     assert [ended.code for ended in ranks] == [0] * 4
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
-    [compared] = [r for r in records if r["event"] == "compared"]
+    [compared] = [r for r in records if r["event"] == "replay_compared"]
     assert (compared["finding"], compared["first_difference"]) == ("passing_fault", 22)
     assert compared["ranks"] == [2, 3]
     [told] = [r for r in records if r["event"] == "rollback"]

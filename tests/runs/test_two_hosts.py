@@ -41,7 +41,7 @@ def test_p22_a_host_that_lost_its_disk_fetches_its_shards_and_the_run_is_bitwise
     out = tmp_path / "two"
     with two_hosts(tmp_path) as hosts:
         words = ["train", str(run_file), "--hostfile", str(hosts.hostfile), f"out={out}"]
-        words += [f"checkpoint.local={hosts.disk}"]
+        words += [f"checkpoint.local_dir={hosts.disk}"]
         command = [sys.executable, "-m", "ds_pretrain", *words]
         stopped = hosts.run([*command, "--stop-after", "6"], REPOSITORY, timeout=600)
         assert stopped.returncode == EXIT_PREEMPTED, stopped.stdout

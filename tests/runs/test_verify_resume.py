@@ -37,7 +37,7 @@ def test_a_resumed_run_is_proven_to_be_the_uninterrupted_one(tmp_path: Path) -> 
     """Two real launches of two ranks; the run file's own places and services are left alone."""
     run_file = make_run(tmp_path / "run", save_every="1 steps")
     text = run_file.read_text().replace(
-        "keep = 20", f'keep = 1\nlocal = "{tmp_path}/nvme"\nship_to = "s3://no"'
+        "keep_last = 20", f'keep_last = 1\nlocal_dir = "{tmp_path}/nvme"\nupload_to = "s3://no"'
     )
     run_file.write_text(text + 'wandb = "online"\n')
     done = subprocess.run(
@@ -80,7 +80,7 @@ LONG = """
 name = "long"
 start = "6 steps"
 seq_len = 32
-micro_sequences = 1
+micro_batch_size = 1
 mixture = { text = 1.0 }
 rope = { theta = 5e4 }
 """
@@ -142,7 +142,7 @@ def published_steps(place: Place) -> list[int | None]:
 def test_all_that_was_saved_after_the_middle_is_put_aside_whatever_its_name_ends_in(tmp_path: Path) -> None:
     """A start would give a whole `.replaced.partial` its name back, and go on from there."""
     run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
-    endings = ("step_000000005", "step_000000005.replaced.partial", "step_000000004.left_1")
+    endings = ("step_000000005", "step_000000005.replaced.partial", "step_000000004.abandoned_1")
     seen: list[list[str]] = []
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
@@ -317,13 +317,18 @@ def test_the_launches_get_a_folder_of_their_own_and_nothing_that_bears_on_the_nu
         given.append((overrides, flags))
         return 1
 
-    own = ("schedule.peak=2e-3", f"out={tmp_path}/elsewhere", "resume_from=/a", "checkpoint.ship_to=s3://b")
+    own = (
+        "schedule.peak_lr=2e-3",
+        f"out={tmp_path}/elsewhere",
+        "resume_from=/a",
+        "checkpoint.upload_to=s3://b",
+    )
     verify_resume(run_file, own, 3, start)
     [(overrides, flags)] = given
     before, after = load_plan(run_file), load_plan(run_file, overrides)
     assert after.out == tmp_path / "elsewhere.verify-resume/run"
-    assert after.run.schedule.peak == 2e-3
-    assert (after.run.resume_from, after.run.checkpoint.ship_to) == (None, None)
+    assert after.run.schedule.peak_lr == 2e-3
+    assert (after.run.resume_from, after.run.checkpoint.upload_to) == (None, None)
     assert [str(every) for every in after.run.checkpoint.every] == ["3 steps"]
     assert after.run.monitor.wandb == "off"
     kept = {"batch", "sources", "phases", "validation", "model", "seed", "name", "deepspeed"}

@@ -39,7 +39,7 @@ def _count(world: World, run_file: str, *overrides: str) -> Any:
 
 @pytest.mark.parametrize("stage", [slow(2), 3])
 def test_a_step_has_one_reduction_of_ours_and_the_watchdog_adds_none(tmp_path: Path, stage: int) -> None:
-    dropping = ["watchdog.window=8", "watchdog.drop_sigmas=100"]
+    dropping = ["watchdog.window=8", "watchdog.skip_update_sigmas=100"]
     found = {}
     for name, words in (("off", ["watchdog.mode=off"]), ("acting", dropping)):
         json = deepspeed_json(stage)

@@ -19,17 +19,22 @@ from ds_pretrain.watchdog.rollback_log import write_cure
 from tests.scenario import deepspeed_json, make_run, write_corpus
 from tests.training.test_record import refusal, start
 
-SCHEDULE = {"length": 1000, "peak": 3e-4, "warmup": 100}
+SCHEDULE = {"length": 1000, "peak_lr": 3e-4, "warmup": 100}
 OLD: dict[str, Any] = {
     "name": "a",
-    "schedule": {"kind": "wsd", **SCHEDULE, "decay": 200, "shape": "1-sqrt", "floor": 0.0},
-    "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "rate_rule": "none", "rate_tokens": None},
+    "schedule": {"kind": "wsd", **SCHEDULE, "decay": 200, "decay_shape": "1-sqrt", "min_lr_ratio": 0.0},
+    "batch": {
+        "tokens": 4096,
+        "ramp": [[0, 1024], [300, 4096]],
+        "lr_scaling": "none",
+        "lr_reference_tokens": None,
+    },
     "phases": {
         "main": {"first_step": 0, "seq_len": 16, "mixture": {"web": 1.0}, "rope": None},
         "long": {"first_step": 600, "seq_len": 64, "mixture": {"web": 1.0}, "rope": {"theta": 1e6}},
     },
 }
-PLAIN = {"tokens": 4096, "ramp": None, "rate_rule": "none", "rate_tokens": None}
+PLAIN = {"tokens": 4096, "ramp": None, "lr_scaling": "none", "lr_reference_tokens": None}
 ANNEAL = {"first_step": 800, "seq_len": 64, "mixture": {"math": 1.0}, "rope": None}
 
 
@@ -49,8 +54,8 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("name", "b", 0),
         ("schedule.length", 1200, 802),  # the decay would have begun
         ("schedule.decay", 300, 702),
-        ("schedule.floor", 0.1, 802),
-        ("schedule.peak", 1e-4, 1),
+        ("schedule.min_lr_ratio", 0.1, 802),
+        ("schedule.peak_lr", 1e-4, 1),
         ("phases.long.first_step", 500, 501),
         ("phases.long.first_step", 700, 601),
         ("phases.long.rope", {"theta": 5e5}, 601),
@@ -58,7 +63,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("phases.anneal", ANNEAL, 801),
         ("batch.ramp", [[0, 1024], [400, 4096]], 301),
         ("batch.ramp", [[0, 2048], [300, 4096]], 1),
-        ("batch.rate_rule", "sqrt", 1),
+        ("batch.lr_scaling", "sqrt", 1),
     ],
 )
 def test_a_change_is_of_the_past_from_the_step_on_that_it_would_have_altered(
@@ -76,24 +81,34 @@ def test_a_ramp_ahead_may_be_added_and_one_that_scales_rates_of_the_past_may_not
     ramped = {**OLD, "batch": {**PLAIN, "tokens": 8192, "ramp": [[0, 4096], [300, 8192]]}}
     assert not past_changes(plain, ramped, 300)
     assert past_changes(plain, ramped, 301)
-    linear = {**OLD, "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "rate_rule": "linear"}}
+    linear = {**OLD, "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "lr_scaling": "linear"}}
     larger = {
         **OLD,
         "batch": {**linear["batch"], "tokens": 8192, "ramp": [*linear["batch"]["ramp"], [700, 8192]]},
     }
     for identity, tokens in ((linear, 4096), (larger, 8192)):
-        identity["batch"]["rate_tokens"] = tokens
-    assert set(past_changes(linear, larger, 100)) == {"batch.rate_tokens"}  # an eighth, not a fourth
-    assert not past_changes(linear, {**larger, "batch": {**larger["batch"], "rate_tokens": 4096}}, 700)
-    assert not past_changes({**OLD, "batch": {**linear["batch"], "rate_rule": "none"}}, OLD, 100)
+        identity["batch"]["lr_reference_tokens"] = tokens
+    assert set(past_changes(linear, larger, 100)) == {"batch.lr_reference_tokens"}  # an eighth, not a fourth
+    assert not past_changes(
+        linear, {**larger, "batch": {**larger["batch"], "lr_reference_tokens": 4096}}, 700
+    )
+    assert not past_changes({**OLD, "batch": {**linear["batch"], "lr_scaling": "none"}}, OLD, 100)
 
 
 def test_a_rule_may_come_with_a_ramp_ahead_if_its_rates_are_meant_for_the_batch_of_the_past() -> None:
     """Until then the run had one size, and no word of a rule."""
     plain = {**OLD, "batch": PLAIN}
-    ramp = {"tokens": 8192, "ramp": [[0, 4096], [300, 8192]], "rate_rule": "sqrt", "rate_tokens": 8192}
-    assert set(past_changes(plain, {**OLD, "batch": ramp}, 100)) == {"batch.rate_rule", "batch.rate_tokens"}
-    assert not past_changes(plain, {**OLD, "batch": {**ramp, "rate_tokens": 4096}}, 300)
+    ramp = {
+        "tokens": 8192,
+        "ramp": [[0, 4096], [300, 8192]],
+        "lr_scaling": "sqrt",
+        "lr_reference_tokens": 8192,
+    }
+    assert set(past_changes(plain, {**OLD, "batch": ramp}, 100)) == {
+        "batch.lr_scaling",
+        "batch.lr_reference_tokens",
+    }
+    assert not past_changes(plain, {**OLD, "batch": {**ramp, "lr_reference_tokens": 4096}}, 300)
 
 
 def test_a_phase_name_may_hold_dots() -> None:
@@ -122,8 +137,8 @@ def test_both_values_are_told() -> None:
 
 
 def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
-    new = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "floor": 0.1}}
-    longer = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "length": 1001, "floor": 0.1}}
+    new = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "min_lr_ratio": 0.1}}
+    longer = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "length": 1001, "min_lr_ratio": 0.1}}
     assert not past_changes(new, longer, 101)  # the same warmup
     assert past_changes(new, longer, 103)
     assert past_changes(OLD, new, 103)
@@ -132,9 +147,9 @@ def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
 def test_of_a_schedule_only_what_alters_past_rates_is_told() -> None:
     """A branch shortens the run on purpose; what it got wrong is the peak."""
     new = deepcopy(OLD)
-    new["schedule"] |= {"length": 700, "decay": 100, "peak": 1e-4}
-    assert list(past_changes(OLD, new, 500)) == ["schedule.peak"]
-    new["schedule"]["peak"] = OLD["schedule"]["peak"]
+    new["schedule"] |= {"length": 700, "decay": 100, "peak_lr": 1e-4}
+    assert list(past_changes(OLD, new, 500)) == ["schedule.peak_lr"]
+    new["schedule"]["peak_lr"] = OLD["schedule"]["peak_lr"]
     assert past_changes(OLD, new, 601) == {}
     assert set(past_changes(OLD, new, 602)) == {"schedule.length", "schedule.decay"}  # the new one has begun
 
@@ -199,12 +214,12 @@ CHANGES = [
     ("batch.tokens=256", "batch.tokens", False),
     ("phases.0.seq_len=8", "phases.main.seq_len", False),
     ("phases.0.mixture.code=0.4", "phases.main.mixture.code", False),
-    ("schedule.peak=0.5", "schedule.peak", True),
-    ("schedule.floor=0.5", "schedule.floor", True),
+    ("schedule.peak_lr=0.5", "schedule.peak_lr", True),
+    ("schedule.min_lr_ratio=0.5", "schedule.min_lr_ratio", True),
     ("schedule.warmup=1 steps", "schedule.warmup", True),
-    ("schedule.shape=linear", "schedule.shape", True),
+    ("schedule.decay_shape=linear", "schedule.decay_shape", True),
     ("model.z_loss=off", "model.z_loss", True),
-    ("model.recompute=true", "model.recompute", True),
+    ("model.activation_checkpointing=true", "model.activation_checkpointing", True),
     ("model.attention=eager", "model.attention", True),
     ("model.decay_embeddings=true", "model.decay_embeddings", True),
 ]
@@ -264,8 +279,8 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
     assert {change["field"] for change in record.changes} == {"schedule.length", "schedule.decay"}
     run_file.write_text(text.replace("[validation]", AHEAD))
     assert start(run_file, *longer, found_step=7).changes[-1]["field"] == "phases.long"
-    message = refusal(run_file, *longer, "schedule.peak=2e-3", found_step=7)
-    assert "`schedule.peak` is 0.002, but the run in" in message
+    message = refusal(run_file, *longer, "schedule.peak_lr=2e-3", found_step=7)
+    assert "`schedule.peak_lr` is 0.002, but the run in" in message
     assert "was started with 0.01" in message
     run_file.write_text(text.replace("[validation]", AHEAD.replace("8 steps", "6 steps")))
     assert "`phases.long.first_step` is 6 steps" in refusal(run_file, *longer, found_step=7)
@@ -281,18 +296,19 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
 
 def test_a_ramp_that_goes_on_keeps_past_rates_with_the_batch_that_they_were_meant_for(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    ramp = ['batch.ramp={ "0" = 64, "3 steps" = 128 }', "batch.rate_rule=sqrt"]
+    ramp = ['batch.ramp={ "0" = 64, "3 steps" = 128 }', "batch.lr_scaling=sqrt"]
     start(run_file, *ramp)
     note_saved(tmp_path / "out", 6)
-    longer = ['batch.ramp={ "0" = 64, "3 steps" = 128, "8 steps" = 256 }', "batch.rate_rule=sqrt"]
+    longer = ['batch.ramp={ "0" = 64, "3 steps" = 128, "8 steps" = 256 }', "batch.lr_scaling=sqrt"]
     longer.append("batch.tokens=256")
     assert refusal(run_file, *longer, found_step=6) == (
-        f"{run_file}: `batch.rate_tokens` is 256 tokens, but the run in {tmp_path / 'out'} was started with "
+        f"{run_file}: `batch.lr_reference_tokens` is 256 tokens, but the run in {tmp_path / 'out'} was "
+        f"started with "
         "128 tokens; set it back, or start another run with a new `name` and `out`"
     )
-    linear = refusal(run_file, *ramp, "batch.rate_rule=linear", found_step=6)
-    assert '`batch.rate_rule` is "linear", but the run in' in linear
-    record = start(run_file, *longer, "batch.rate_tokens=128", found_step=6)
+    linear = refusal(run_file, *ramp, "batch.lr_scaling=linear", found_step=6)
+    assert '`batch.lr_scaling` is "linear", but the run in' in linear
+    record = start(run_file, *longer, "batch.lr_reference_tokens=128", found_step=6)
     assert {change["field"] for change in record.changes} == {"batch.ramp", "batch.tokens"}
 
 
@@ -437,10 +453,16 @@ def test_of_a_model_config_counts_what_a_model_is_made_of(tmp_path: Path) -> Non
 def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
-    record = start(run_file, "schedule.peak=0.5", "schedule.floor=0.1", 'accept_changes=["schedule"]')
-    assert [change["field"] for change in record.changes] == ["schedule.peak", "schedule.floor"]
+    record = start(
+        run_file, "schedule.peak_lr=0.5", "schedule.min_lr_ratio=0.1", 'accept_changes=["schedule"]'
+    )
+    assert [change["field"] for change in record.changes] == ["schedule.peak_lr", "schedule.min_lr_ratio"]
     assert "`model.z_loss`" in refusal(
-        run_file, "schedule.peak=0.5", "schedule.floor=0.1", "model.z_loss=off", 'accept_changes=["schedule"]'
+        run_file,
+        "schedule.peak_lr=0.5",
+        "schedule.min_lr_ratio=0.1",
+        "model.z_loss=off",
+        'accept_changes=["schedule"]',
     )
 
 
@@ -448,12 +470,14 @@ def test_all_changes_are_reported_at_once(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
     problems = directory_problems(
-        load_plan(run_file, ["seed=8", "schedule.peak=0.5", "model.qk_norm=false"]), {}
+        load_plan(run_file, ["seed=8", "schedule.peak_lr=0.5", "model.qk_norm=false"]), {}
     )
     assert len(problems) == 3
 
 
-@pytest.mark.parametrize("override", ["batch.micro_sequences=4", "monitor.every=9", "checkpoint.keep=1"])
+@pytest.mark.parametrize(
+    "override", ["batch.micro_batch_size=4", "monitor.log_every=9", "checkpoint.keep_last=1"]
+)
 def test_what_leaves_the_trajectory_alone_may_change(tmp_path: Path, override: str) -> None:
     run_file = make_run(tmp_path)
     start(run_file)

@@ -42,7 +42,7 @@ def _rows() -> tuple[Any, Any]:
 
 
 def _open(plan: Plan, world: World, recompute: bool, apart: bool = True) -> ZeroEngine:
-    config = resolve_deepspeed(plan.deepspeed, peak=RATE, micro_sequences=1)
+    config = resolve_deepspeed(plan.deepspeed, peak=RATE, micro_batch_size=1)
     model = build_model(
         plan.model_text, qk_norm=plan.run.model.qk_norm, recompute=recompute, seed=plan.run.seed,
         dtype=dtype_of(config), world=world, partition=partition(config), gather=gather(config),
@@ -52,7 +52,7 @@ def _open(plan: Plan, world: World, recompute: bool, apart: bool = True) -> Zero
     return open_engine(model.module, groups, config, inputs)
 
 
-def _train(world: World, run_file: str, recompute: bool, micro_sequences: int) -> Any:
+def _train(world: World, run_file: str, recompute: bool, micro_batch_size: int) -> Any:
     """Mean loss and gradient norm of one step on the global batch."""
     engine = _open(load_plan(run_file), world, recompute)
     with engine.evaluating():
@@ -61,8 +61,8 @@ def _train(world: World, run_file: str, recompute: bool, micro_sequences: int) -
     share = SEQUENCES // world.size
     first = world.rank * share
     micro_batches = [
-        to_micro_batch(tokens[at : at + micro_sequences], starts[at : at + micro_sequences])
-        for at in range(first, first + share, micro_sequences)
+        to_micro_batch(tokens[at : at + micro_batch_size], starts[at : at + micro_batch_size])
+        for at in range(first, first + share, micro_batch_size)
     ]
     num_valid = tokens[:, 1:].size - int(starts[:, 1:].sum())
     total = 0.0
@@ -94,13 +94,13 @@ def _alone(plan: Plan) -> tuple[float, float]:
     return loss.item(), float(norm)
 
 
-@pytest.mark.parametrize(("recompute", "micro_sequences"), [slow(False, 1), (True, 2)])
+@pytest.mark.parametrize(("recompute", "micro_batch_size"), [slow(False, 1), (True, 2)])
 def test_p38_a_packed_batch_on_two_ranks_trains_as_each_document_alone(
-    tmp_path: Path, recompute: bool, micro_sequences: int
+    tmp_path: Path, recompute: bool, micro_batch_size: int
 ) -> None:
     run_file = make_run(tmp_path, deepspeed=scale_sensitive(3), model=NO_DROPOUT)
     loss, norm = _alone(load_plan(run_file))
-    for found in run_ranks(_train, 2, str(run_file), recompute, micro_sequences):
+    for found in run_ranks(_train, 2, str(run_file), recompute, micro_batch_size):
         assert found == pytest.approx((loss, norm), rel=2e-5)
 
 

@@ -15,7 +15,7 @@ def test_any_number_of_ranks_trains_on_the_same_batches(tmp_path: Path) -> None:
     traces, orders = {}, []
     for num_ranks in (1, 2, 3):
         folder = tmp_path / str(num_ranks)
-        run_file = make_run(folder, steps=5, micro_sequences=1, batch_tokens=16 * 6, model=NO_DROPOUT)
+        run_file = make_run(folder, steps=5, micro_batch_size=1, batch_tokens=16 * 6, model=NO_DROPOUT)
         orders += [ended.samples for ended in run_ranks(record_run, num_ranks, str(run_file))]
         traces[num_ranks] = trace(folder / "out")
     assert len(orders) == 6

@@ -37,10 +37,10 @@ def test_a_sound_run_has_no_problem_and_nothing_is_written(tmp_path: Path, world
 def test_p12_the_first_line_is_the_resolved_schedule(tmp_path: Path) -> None:
     overrides = [
         "schedule.length=50_000 steps",
-        "schedule.peak=3e-4",
+        "schedule.peak_lr=3e-4",
         "schedule.warmup=2000 steps",
         "schedule.decay=10%",
-        "schedule.shape=linear",
+        "schedule.decay_shape=linear",
     ]
     first = lines_of(load_plan(make_run(tmp_path), overrides))[0]
     assert first == (
@@ -101,7 +101,7 @@ def test_how_often_documents_end_is_told_beside_the_name_of_the_source_and_warni
 
 
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
-    plan = load_plan(make_run(tmp_path, batch_tokens=16, micro_sequences=1))
+    plan = load_plan(make_run(tmp_path, batch_tokens=16, micro_batch_size=1))
     text = "\n".join(lines_of(plan, 1))
     assert "1 sequence of 16 = 16 tokens a step" in text
     assert "batch      1 rank x 1 sequence x accumulation 1 = 1 sequence" in text
@@ -264,7 +264,7 @@ def test_a_stall_above_its_share_is_a_warning(tmp_path: Path) -> None:
     assert list(interval_lines(plan))[-1].startswith(
         "warning    training stands still for 0.5 s at a save, 6.2%"
     )
-    allowed = load_plan(plan.run_path, ["checkpoint.mtbf=8 h", "checkpoint.stall_share=0.1"])
+    allowed = load_plan(plan.run_path, ["checkpoint.mtbf=8 h", "checkpoint.max_stall_fraction=0.1"])
     assert not any(line.startswith("warning") for line in interval_lines(allowed))
 
 
@@ -287,7 +287,7 @@ def test_check_ends_with_the_advice(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_phase_whose_masks_take_much_memory_is_warned_of(tmp_path: Path) -> None:
     model = {**LLAMA, "max_position_embeddings": 1 << 16}
-    run_file = make_run(tmp_path, batch_tokens=1 << 15, micro_sequences=1, model=model)
+    run_file = make_run(tmp_path, batch_tokens=1 << 15, micro_batch_size=1, model=model)
     for name in ("text", "code", "held_out"):
         write_corpus(tmp_path / name, 0, num_documents=2000)
     long = ["phases.0.seq_len=32_768", "model.mask_documents=true"]
@@ -325,17 +325,18 @@ def test_updates_are_not_dropped_where_that_is_not_known_to_be_exact(
 ) -> None:
     run_file = make_run(tmp_path, deepspeed=_with_config(config, zero))
     assert problems_of(load_plan(run_file)) == []
-    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=20"])) == [
-        f"{run_file}: watchdog.drop_sigmas needs {needs.format(json=tmp_path / 'deepspeed.json')}; "
-        "or delete drop_sigmas"
+    assert problems_of(load_plan(run_file, ["watchdog.skip_update_sigmas=20"])) == [
+        f"{run_file}: watchdog.skip_update_sigmas needs {needs.format(json=tmp_path / 'deepspeed.json')}; "
+        "or delete skip_update_sigmas"
     ]
 
 
 def test_a_limit_within_the_usual_norms_is_refused(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=8"])) == []
-    assert problems_of(load_plan(run_file, ["watchdog.drop_sigmas=7.5"])) == [
-        f"{run_file}: watchdog.drop_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so norms that count as "
+    assert problems_of(load_plan(run_file, ["watchdog.skip_update_sigmas=8"])) == []
+    assert problems_of(load_plan(run_file, ["watchdog.skip_update_sigmas=7.5"])) == [
+        f"{run_file}: watchdog.skip_update_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so norms that "
+        f"count as "
         "usual would be dropped, and the spread would shrink with each; raise the one or lower the other"
     ]
 
@@ -360,5 +361,8 @@ def test_checkpoints_that_are_gone_are_told_before_a_rank_wakes(tmp_path: Path) 
     note_saved(plan.out, 9)
     (problem,) = problems_of(plan)
     assert problem.startswith(f"{plan.out} had a checkpoint at step 9 and now has none;")
-    shipped = ["checkpoint.local=" + str(tmp_path / "local"), f"checkpoint.ship_to={tmp_path / 'vault'}"]
+    shipped = [
+        "checkpoint.local_dir=" + str(tmp_path / "local"),
+        f"checkpoint.upload_to={tmp_path / 'vault'}",
+    ]
     assert problems_of(load_plan(plan.run_path, shipped)) == []

@@ -85,7 +85,7 @@ def test_were_the_engine_to_count_windows_they_would_be_mixed(tmp_path: Path, st
 def _with_ramp(run_file: Path) -> str:
     text = run_file.read_text()
     ramp = 'ramp = { "0" = 32, "2 steps" = 64, "192 tokens" = 96, "6 steps" = 128, "8 steps" = 160 }\n'
-    text = text.replace("micro_sequences = 2\n", f'micro_sequences = 1\n{ramp}rate_rule = "sqrt"\n', 1)
+    text = text.replace("micro_batch_size = 2\n", f'micro_batch_size = 1\n{ramp}lr_scaling = "sqrt"\n', 1)
     run_file.write_text(text)
     return str(run_file)
 

@@ -21,7 +21,7 @@ class Events:
 def test_what_is_ahead_and_has_changed_is_told_and_noted_in_words(caplog: pytest.LogCaptureFixture) -> None:
     phase = {"first_step": 8, "seq_len": 32, "mixture": {"web": 1.0}, "rope": None}
     changes = [
-        {"attempt": 1, "field": "schedule.peak", "old": 0.1, "new": 0.2},  # told at the start before
+        {"attempt": 1, "field": "schedule.peak_lr", "old": 0.1, "new": 0.2},  # told at the start before
         {"attempt": 2, "field": "phases.long", "old": None, "new": phase},
         {"attempt": 2, "field": "schedule.length", "old": 1200, "new": 1},
     ]

@@ -107,7 +107,7 @@ def _as_before(engine: Any, chosen: Any, world: World) -> float | None:
 @pytest.mark.parametrize("stage", [slow(1), 3])
 def test_the_validation_loss_is_plain_torchs_mean_on_any_number_of_ranks(tmp_path: Path, stage: int) -> None:
     """P-43: seven samples, which neither 2 nor 3 ranks nor micro-batches of 2 divide; no rank waits."""
-    run_file = make_run(tmp_path, micro_sequences=2, batch_tokens=16 * 12, deepspeed=deepspeed_json(stage))
+    run_file = make_run(tmp_path, micro_batch_size=2, batch_tokens=16 * 12, deepspeed=deepspeed_json(stage))
     run_file.write_text(run_file.read_text().replace("tokens = 160\n", f"tokens = {7 * 16}\n"))
     for num_ranks in (1, 2, 3):
         for first, second, losses, training, num_gathered, before in run_ranks(
@@ -209,7 +209,7 @@ def test_a_run_puts_positions_and_keys_on_file_where_it_is_asked_to(tmp_path: Pa
     calls = []
     for name, asked in (("asked", ("validation.retrieval=true",)), ("plain", ())):
         run_file = make_run(tmp_path / name, steps=4, batch_tokens=256)
-        overrides = ("phases.0.seq_len=64", "batch.micro_sequences=1", "validation.every=4 steps", *asked)
+        overrides = ("phases.0.seq_len=64", "batch.micro_batch_size=1", "validation.every=4 steps", *asked)
         calls.append((str(run_file), overrides))
     run_ranks_each(record_run, 2, *calls)
     asked_for, plain = (

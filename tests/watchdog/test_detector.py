@@ -356,7 +356,7 @@ def test_mode_off_judges_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"loss_sigmas": 20.0, "drift": 0.2}, None),
+        ({"loss_sigmas": 20.0, "drift_threshold": 0.2}, None),
         ({"patience": 60}, None),
         ({"patience": 10}, "lasting_spike"),
     ],
@@ -374,15 +374,15 @@ def test_norm_sigmas_non_finite_and_drift_are_thresholds_too() -> None:
     assert said(norm, WatchdogSection(norm_sigmas=40.0)) == []
     bad = [*BEFORE, *broken(after(BEFORE, 5))]
     assert not any(v.roll_back for _, v in said(bad))
-    assert first_roll_back(bad, WatchdogSection(non_finite=3))[0] == NEXT + 2
+    assert first_roll_back(bad, WatchdogSection(max_non_finite_steps=3))[0] == NEXT + 2
     rising = [replace(p, loss=p.loss * (1 + 0.0003 * t)) for t, p in enumerate(after(BEFORE, 300))]
     assert first_roll_back([*BEFORE, *rising])[1].kind == "drift"
-    assert not any(v.roll_back for _, v in said([*BEFORE, *rising], WatchdogSection(drift=0.2)))
+    assert not any(v.roll_back for _, v in said([*BEFORE, *rising], WatchdogSection(drift_threshold=0.2)))
 
 
 # Dropping
 
-DROPPING = WatchdogSection(drop_sigmas=20.0)
+DROPPING = WatchdogSection(skip_update_sigmas=20.0)
 
 
 def wild(points: Sequence[Point], norm: float = 50.0) -> list[Point]:
@@ -405,7 +405,7 @@ def trained(
 def test_the_limit_is_where_a_norm_lies_drop_sigmas_above_the_usual() -> None:
     _, memory = judged(BEFORE)
     for sigmas in (8.0, 20.0):
-        limit = norm_limit(WatchdogSection(drop_sigmas=sigmas), memory, "main")
+        limit = norm_limit(WatchdogSection(skip_update_sigmas=sigmas), memory, "main")
         assert limit is not None
         assert score(memory.norm, math.log(limit), 0.05) == pytest.approx(sigmas)
     falling = replace(memory, norm=replace(memory.norm, lag=-3.0))
@@ -422,15 +422,17 @@ def test_a_steady_norm_has_a_limit_of_so_many_times_five_percent() -> None:
 
 
 def test_a_limit_that_no_float_can_hold_is_the_highest_that_one_can() -> None:
-    assert math.isfinite(norm_limit(WatchdogSection(drop_sigmas=1e9), judged(BEFORE)[1], "main") or math.inf)
+    assert math.isfinite(
+        norm_limit(WatchdogSection(skip_update_sigmas=1e9), judged(BEFORE)[1], "main") or math.inf
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "points", "phase"),
     [
         (DEFAULTS, BEFORE, "main"),
-        (WatchdogSection(drop_sigmas=20.0, mode="observe"), BEFORE, "main"),
-        (WatchdogSection(drop_sigmas=20.0, mode="off"), BEFORE, "main"),
+        (WatchdogSection(skip_update_sigmas=20.0, mode="observe"), BEFORE, "main"),
+        (WatchdogSection(skip_update_sigmas=20.0, mode="off"), BEFORE, "main"),
         (DROPPING, BEFORE[:50], "main"),
         (DROPPING, BEFORE, "the next phase"),
     ],
@@ -455,7 +457,7 @@ def test_a_single_wild_update_is_dropped_and_said_and_enters_no_statistics() -> 
     assert verdict.onset in range(NEXT - 2, NEXT + 1)  # two norms before it were a little high by chance
     assert re.fullmatch(
         r"update dropped for its gradient norm of 50, \d+\.\d spreads above the usual 0\.[23]\d* "
-        rf"\(watchdog\.drop_sigmas = 20\); high since step {verdict.onset}; weights and moments "
+        rf"\(watchdog\.skip_update_sigmas = 20\); high since step {verdict.onset}; weights and moments "
         "are as they were",
         verdict.message,
     )

@@ -25,12 +25,12 @@ SICK = Verdict("roll_back", "lasting_spike", 200, "the loss is high")
 FIRST = Rollback(190, 203, 200, "lasting_spike", "replay", 1)
 TIMELINE = single_phase("main", seq_len=16, sequences=8, length=parse_duration("2000 steps"))
 SECTION = WatchdogSection(
-    respond=("replay", "skip"),
+    policy=("replay", "skip"),
     skip_before=parse_duration("5 steps"),
     skip_after=parse_duration("10 steps"),
     patience=3,
-    rollbacks=4,
-    stretch=parse_duration("1000 steps"),
+    max_rollbacks=4,
+    rollback_window=parse_duration("1000 steps"),
 )
 
 
@@ -77,7 +77,7 @@ def test_without_a_calm_checkpoint_or_a_rung_a_person_is_asked_for() -> None:
     assert respond(SECTION, TIMELINE, (), SICK, 203, [200, 201]).reason == (
         "no calm checkpoint is older than step 200, where it began"
     )
-    assert respond(SECTION.model_copy(update={"respond": ()}), TIMELINE, (), SICK, 203, CALM).action == "stop"
+    assert respond(SECTION.model_copy(update={"policy": ()}), TIMELINE, (), SICK, 203, CALM).action == "stop"
 
 
 def test_the_oldest_calm_checkpoint_serves_again_where_there_is_no_older_one() -> None:
@@ -107,8 +107,8 @@ def test_a_skip_after_a_skip_is_of_the_draws_that_were_read() -> None:
 
 
 def test_a_replay_skips_nothing_and_both_remember() -> None:
-    state = RunState(203, SkipLedger((Skip("main", 0, 8, "spike", 1, 1),)), num_dropped=3)
-    base = RunState(190, num_dropped=2, num_healthy=9)
+    state = RunState(203, SkipLedger((Skip("main", 0, 8, "spike", 1, 1),)), num_skipped_updates=3)
+    base = RunState(190, num_skipped_updates=2, num_healthy=9)
     after = after_rollback(state, base, Response("replay", 190, ""), FIRST, SECTION, TIMELINE)
     assert after == replace(base, ledger=state.ledger, rollbacks=(FIRST,))
 
@@ -132,8 +132,8 @@ def test_a_checkpoint_is_on_a_branch_that_was_left_if_any_rollback_since_went_be
 )
 def test_a_cure_of_other_types_is_refused_with_what_is_wrong(tmp_path: Path, wrong: str) -> None:
     write_cure(tmp_path, RunState(190, rollbacks=(FIRST,)))
-    text = (tmp_path / "cure.json").read_text()
-    (tmp_path / "cure.json").write_text(text.replace('"to_step": 190', wrong))
+    text = (tmp_path / "rollbacks.json").read_text()
+    (tmp_path / "rollbacks.json").write_text(text.replace('"to_step": 190', wrong))
     with pytest.raises(InputError, match=r"cure\.json cannot be read \(.*to_step"):
         read_cure(tmp_path)
 
@@ -151,7 +151,7 @@ def test_a_cure_comes_back_from_disk_and_is_applied_to_what_does_not_know_of_it(
 
 
 def test_a_cure_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
-    (tmp_path / "cure.json").write_text("{")
+    (tmp_path / "rollbacks.json").write_text("{")
     with pytest.raises(InputError, match="it says which data the watchdog skipped; put an intact copy back"):
         read_cure(tmp_path)
 
@@ -161,7 +161,9 @@ def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_t
     batches = [(parse_duration("0 steps"), 128), (parse_duration("100 steps"), 1024)]
     timeline = make_timeline([phase("main", 16)], batches, parse_duration("400 steps"))
     thousand = parse_duration("1024 tokens")
-    section = SECTION.model_copy(update=dict.fromkeys(("skip_before", "skip_after", "stretch"), thousand))
+    section = SECTION.model_copy(
+        update=dict.fromkeys(("skip_before", "skip_after", "rollback_window"), thousand)
+    )
 
     def steps(onset: int) -> tuple[int, int]:
         rollback = Rollback(10, onset + 3, onset, "spike", "skip", 1)

@@ -308,7 +308,7 @@ def test_a_skip_longer_than_all_the_data_wraps_into_the_next_epochs_and_trains_o
 
 
 def test_a_cure_of_an_older_start_never_shortens_the_ledger_of_a_checkpoint() -> None:
-    """A cure.json that an old copy was put in place of: the checkpoint that knows more is believed."""
+    """A rollbacks.json that an old copy was put in place of: the checkpoint that knows more is believed."""
     first, second = (Rollback(4, 9, 7, "spike", "skip", 1), Rollback(10, 19, 17, "spike", "skip", 1))
     ledgers = SkipLedger((_skip(40, 80),)), SkipLedger((_skip(40, 80), _skip(120, 160)))
     newer = RunState(24, ledgers[1], rollbacks=(first, second))
