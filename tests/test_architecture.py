@@ -57,9 +57,9 @@ SPLINTER_LINES = 120  # a module below this that one other imports could live th
 LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
 
-# What the DeepSpeed JSON owns, by its own names and by those that other trainers give it. `checkpoint` is a
-# section of both: how often to save is the run file's, how shards are written is the JSON's. So is `activation_checkpointing`
-# (whether: the run file; how: the JSON), and `gradient_accumulation_steps`, which both derive and must agree on.
+# What the DeepSpeed JSON owns, by its own names and by those that other trainers give it. Both files have
+# `checkpoint` and `activation_checkpointing` (the run file says when, the JSON how), and
+# `gradient_accumulation_steps`, which is derived and which either may insist on.
 OWNED_BY_DEEPSPEED = (
     {
         key

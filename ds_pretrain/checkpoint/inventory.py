@@ -24,7 +24,7 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import checksum, write_atomic
 
 VERIFIED = "verified"  # a file in a checkpoint's folder: when it was last intact, and with which manifest
-_HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "known good", "pinned", "uploaded", "verified")
+_HEADER = ("step", "tokens", "age", "size", "ranks", "ZeRO", "known-good", "pinned", "uploaded", "verified")
 _UNCHECKED = "it cannot be checked"  # which says nothing against a checkpoint
 
 

@@ -26,7 +26,7 @@ SOURCE_MANIFEST = "source_manifest.json"  # of the checkpoint that a universal o
 _WORKSPACE = ".universal-unfinished"
 _STEP = re.compile(r"step_(\d{9,})")
 _RANK = re.compile(r"(?:zero_pp_rank_|rng/rank_)(\d+)")
-_VERSION = 2
+_VERSION = 3
 Sealed = TypeVar("Sealed", "Manifest", "UniversalManifest")
 
 
@@ -128,7 +128,10 @@ def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
     if not isinstance(data, dict) or "version" not in data:
         raise ValueError(f"{what} has no version")
     if data["version"] != _VERSION:
-        raise UnknownVersion(f"{what} has a version that this program does not know")
+        raise UnknownVersion(
+            f"{what} has format {data['version']}, expected {_VERSION} (format 3 renamed run-file keys, like "
+            "schedule.peak to schedule.peak_lr); use the ds_pretrain that wrote it"
+        )
     if data.pop("sha256", None) != _digest(data):
         raise ValueError(f"{what} does not match its own checksum")
     del data["version"]

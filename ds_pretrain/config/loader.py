@@ -4,7 +4,7 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,7 @@ class Section(BaseModel):
     """A table of a file: frozen, strict about types, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}  # keys of earlier versions, and what they are called now
 
 
 def as_tuple(value: Any) -> Any:
@@ -87,8 +88,11 @@ def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
     kind, text = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
         known = list(section.model_fields)
-        close = difflib.get_close_matches(where.split(".")[-1], known, n=1)
+        key = where.split(".")[-1]
+        close = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"known here: {listed(known)}"
+        if issubclass(section, Section) and key in section.renamed:
+            hint = f"it is now called `{section.renamed[key]}`"
         return f"unknown key `{where}`; {hint}"
     if kind == "missing":
         return f"`{where}` is missing"

@@ -6,9 +6,9 @@ precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and not
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -150,6 +150,7 @@ Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is fini
 class ModelSection(Section):
     """Which model, and what is added to it."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"recompute": "activation_checkpointing", "from": "pretrained"}
     config: FilePath  # a Hugging Face config.json; default: that of `pretrained`
     pretrained: FilePath | None = None  # a model folder, whose weights the run starts from
     qk_norm: bool = False
@@ -174,6 +175,7 @@ class ModelSection(Section):
 class CosineSection(Section):
     """Warmup and cosine. Rates are those of a section `in_steps`."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"peak": "peak_lr", "floor": "min_lr_ratio"}
     kind: Literal["cosine"]
     length: Length
     peak_lr: Positive
@@ -198,6 +200,11 @@ class CosineSection(Section):
 class WsdSection(Section):
     """Warmup, stable, decay. Rates are those of a section `in_steps`."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "peak": "peak_lr",
+        "floor": "min_lr_ratio",
+        "shape": "decay_shape",
+    }
     kind: Literal["wsd"]
     length: Length
     peak_lr: Positive
@@ -247,6 +254,12 @@ class WsdSection(Section):
 class BatchSection(Section):
     """The global batch, and how one rank takes it. Accumulation follows from both and the number of ranks."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "micro_sequences": "micro_batch_size",
+        "accumulation": "gradient_accumulation_steps",
+        "rate_rule": "lr_scaling",
+        "rate_tokens": "lr_reference_tokens",
+    }
     tokens: BatchTokens
     micro_batch_size: Count
     gradient_accumulation_steps: Count | None = None  # only to insist on a number; it is derived
@@ -301,6 +314,7 @@ class RopeSection(Section):
     YaRN: Peng et al., arXiv:2309.00071. Llama 3: Llama Team, arXiv:2407.21783.
     """
 
+    renamed: ClassVar[Mapping[str, str]] = {"original_length": "original_max_position_embeddings"}
     kind: Literal["default", "yarn", "llama3"] | None = None  # None: the scaling that the model has
     theta: Positive | None = None
     factor: Annotated[float, Field(ge=1)] | None = None
@@ -312,6 +326,10 @@ class RopeSection(Section):
 class PhaseSection(Section):
     """A stretch of the run with one sequence length, one mixture and one rotary base."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "micro_sequences": "micro_batch_size",
+        "recompute": "activation_checkpointing",
+    }
     name: Name
     seq_len: Count
     mixture: dict[str, Weight]
@@ -337,6 +355,13 @@ class ValidationSection(Section):
 class CheckpointSection(Section):
     """When and where to save, and what to keep. The first and the last step are always saved."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "keep": "keep_last",
+        "failures": "max_consecutive_failures",
+        "local": "local_dir",
+        "ship_to": "upload_to",
+        "stall_share": "max_stall_fraction",
+    }
     every: Triggers = (parse_duration("1000 steps"),)
     keep_last: Count = 3
     keep_every: Length | None = None  # these stay for good
@@ -355,6 +380,14 @@ class CheckpointSection(Section):
 class WatchdogSection(Section):
     """What the watchdog calls usual, and how long it waits; it judges with this very object."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "respond": "policy",
+        "rollbacks": "max_rollbacks",
+        "stretch": "rollback_window",
+        "non_finite": "max_non_finite_steps",
+        "drop_sigmas": "skip_update_sigmas",
+        "drift": "drift_threshold",
+    }
     window: Annotated[int, Field(ge=2, le=10_000)] = 200  # accepted values that spreads are taken over
     loss_sigmas: Positive = 6.0  # a loss so many spreads above the expected opens a spike
     norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
@@ -375,6 +408,7 @@ class WatchdogSection(Section):
 class MonitorSection(Section):
     """What a person sees, every how many steps; metrics.jsonl gets every step."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"every": "log_every"}
     log_every: Count = 10
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: Text = "ds_pretrain"

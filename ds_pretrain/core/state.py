@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ds_pretrain.core.jsonl import read_as
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ class RunState:
 
     @staticmethod
     def from_json(text: str) -> "RunState":
-        """Read `to_json`. Raises ValueError on a version that this code does not know, or no state."""
+        """Read `to_json`. Raises ValueError for another format, or if it is no run state."""
         data: dict[str, Any] = json.loads(text)
         if (version := data.pop("version", None)) != _VERSION:
             raise ValueError(
-                f"run state of version {version}, expected {_VERSION}: "
-                "use the ds_pretrain version that wrote it"
+                f"run state of format {version}, expected {_VERSION} (format 2 renamed fields: "
+                "num_skipped_updates was num_dropped); resume with the ds_pretrain that wrote it"
             )
         data["ledger"] = {"skips": data.pop("skips", None)}
         return read_as(RunState, json.dumps(data))

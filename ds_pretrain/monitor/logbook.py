@@ -24,12 +24,12 @@ PAGE = "LOGBOOK.md"
 Record = Mapping[str, Any]
 
 _STARTS = ("start", "resume")
-_ENDS = ("stop", "finish", "needs_person")
+_ENDS = ("stop", "finish", "needs_operator")
 # What is written down. Steps, validations, checkpoints and shipping are routine: metrics.jsonl has them.
 _NOTEWORTHY = {
     *_STARTS,
     *_ENDS,
-    *("save_failed", "warning", "changed", "watchdog", "observed", "skipped_update"),
+    *("save_failed", "warning", "config_changed", "watchdog", "observed", "skipped_update"),
     *("rollback", "high_loss_samples", "replay_compared", "outcome"),
 }
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
@@ -134,7 +134,7 @@ class Logbook:
         if "tokens" not in record:
             known = next((tokens for at, _, tokens in reversed(self._steps) if at == step), None)
             done |= {} if known is None else {"tokens": known}
-        if record.get("event") in ("rollback", "needs_person") and isinstance(step, int):
+        if record.get("event") in ("rollback", "needs_operator") and isinstance(step, int):
             done["curve"] = self._curve(step, record.get("onset"))
         return done
 
@@ -200,11 +200,11 @@ def _head(
     num_starts = sum(counts.get(kind, 0) for kind in _STARTS)
     yield (
         f"{counted(len(outcomes), 'incident')} ({num_open:,} open); {counted(num_starts, 'start')}; "
-        f"{counted(counts.get('dropped', 0), 'dropped update')}, "
+        f"{counted(counts.get('skipped_update', 0), 'skipped update')}, "
         f"{counted(counts.get('save_failed', 0), 'failed save')}."
     )
-    last = _last(newest, *_STARTS, "needs_person")
-    if last is not None and last["event"] == "needs_person":
+    last = _last(newest, *_STARTS, "needs_operator")
+    if last is not None and last["event"] == "needs_operator":
         yield _block(*str(last.get("diagnosis") or last.get("reason")).splitlines())
 
 
@@ -213,7 +213,7 @@ def _now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
     last = _last(newest, *_STARTS, *_ENDS)
     if last is None:
         return f"running, {_when(newest[0])}." if newest else "nothing has happened yet."
-    if last["event"] == "needs_person":
+    if last["event"] == "needs_operator":
         return f"NEEDS A PERSON ({_where(last)}); do not just start it again. The diagnosis:"
     if last["event"] in _ENDS:
         return f"{'finished' if last['event'] == 'finish' else 'stopped on request'} ({_where(last)})."
@@ -225,7 +225,7 @@ def _now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
     said = _last(newest, "watchdog", "outcome", *_STARTS) or last
     if said["event"] == "watchdog" and said.get("action") != "ok":
         return f"no response open; the watchdog last saw ({_when(said)}): {_line(said.get('message'))}"
-    return f"healthy since {_when(_last(newest, 'watchdog', 'dropped', 'outcome', *_STARTS) or last)}."
+    return f"healthy since {_when(_last(newest, 'watchdog', 'skipped_update', 'outcome', *_STARTS) or last)}."
 
 
 def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _words(record: Record) -> str:
         return f"update dropped for {_plain(record.get('cause'))}"
     if kind == "save_failed":
         return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_line(record.get('problem'))}"
-    if kind == "changed":
+    if kind == "config_changed":
         old, new = _line(record.get("old")), _line(record.get("new"))
         return f"{_line(record.get('field'))} changed: {old} before, {new} from this start on"
     if kind == "watchdog":
@@ -278,7 +278,7 @@ def _words(record: Record) -> str:
 
 def _outcome(record: Record) -> str:
     """How an incident has ended, as far as this record of it tells."""
-    if record.get("event") == "needs_person":
+    if record.get("event") == "needs_operator":
         return "needs a person"
     return _plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
 
@@ -297,7 +297,7 @@ def _incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
     yield f"{_title(records)}. Outcome: **{outcome}**."
     for record in records:
         kind = record.get("event")
-        if kind in ("rollback", "needs_person"):
+        if kind in ("rollback", "needs_operator"):
             yield from _decision(record)
         elif kind == "high_loss_samples":
             yield from _suspects(record)
@@ -315,7 +315,7 @@ def _decision(record: Record) -> Iterator[str]:
     if worst := worst_rank(record):
         yield worst
     to_step = f"step {record['to_step']:,}" if record.get("to_step") is not None else "no checkpoint"
-    if record.get("event") == "needs_person":
+    if record.get("event") == "needs_operator":
         yield (
             f"Decided: **a person is needed**: {_line(record.get('reason'))}; the next start goes on from "
             f"{to_step}."

@@ -57,7 +57,7 @@ def step_line(record: Mapping[str, Any], last_step: int) -> str:
 
 def event_line(record: Mapping[str, Any]) -> str:
     """A validation or an event for people."""
-    kind = record["event"]
+    kind = record["event"].replace("_", " ")
     at = f" at step {record['step']:,}" if record.get("step") is not None else ""
     if kind == "validation":
         named = "  ".join(_validated(name, record) for name in record["losses"])

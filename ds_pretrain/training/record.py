@@ -19,7 +19,7 @@ from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import listed
 
 RECORD = "run.json"
-_VERSION = 1
+_VERSION = 2
 # What a launch leaves in a directory before there is a record.
 _OURS_BEFORE_THE_RECORD = {
     *(LOCK, ".shared", ".launch.lock", "launches.jsonl", "deepspeed_env", "ranks", "exit_code.json"),
@@ -94,7 +94,7 @@ def read_record(out: Path) -> RunRecord | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
             raise ValueError(
-                f"it is no record of version {_VERSION}: another version of ds_pretrain goes on with it"
+                f"it is not a record of format {_VERSION}; resume with the ds_pretrain that wrote it"
             )
         return read_as(RunRecord, json.dumps(data))
     except (FileNotFoundError, NotADirectoryError):  # the latter: a folder that cannot be, no lost record

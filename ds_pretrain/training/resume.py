@@ -121,7 +121,7 @@ def tell_changes(record: RunRecord, monitor: Monitor) -> None:
             field, old, new = (change[key] for key in ("field", "old", "new"))
             now, before = with_unit(field, new), with_unit(field, old)
             log.info(f"`{field}` is {now} from this start on; it was {before}")
-            monitor.event("changed", field=field, old=before, new=now)
+            monitor.event("config_changed", field=field, old=before, new=now)
 
 
 def refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:

@@ -226,7 +226,7 @@ class Watchdog:
         diagnosis = self._diagnosis(state, verdict, response, step)
         self._written(stopped, untold=diagnosis)
         self._incidents.decided(
-            "needs_person",
+            "needs_operator",
             len(stopped.rollbacks),
             stop,
             verdict,

@@ -18,7 +18,7 @@ from ds_pretrain.watchdog.detector import judge
 _EVERY = 1000  # points between two memories kept to go back to, each of some kB
 _MOST_PROBLEMS = 10
 _OF_THE_LOSS = ("blip", "spike", "lasting_spike")
-_DECISIONS = ("rollback", "needs_person")
+_DECISIONS = ("rollback", "needs_operator")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The rollbacks of a run, on disk before it goes on from one: whatever dies then, the cure is continued.
 
-`rollbacks.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint that knows of fewer
+`rollbacks.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint with fewer
 rollbacks lies on the branch that was left, if it is newer than what was gone back to; else a run goes on from
 it, with the rollbacks and the ledger from here. A stop is written down like a rollback, with the checkpoint
 that the next start goes on from.

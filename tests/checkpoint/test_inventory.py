@@ -49,7 +49,9 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
     assert main(["checkpoints", str(make_run(tmp_path))]) == 0  # by its run file
     kept, header, newest, older = capsys.readouterr().out.splitlines()
     assert kept == "step_000000020 is kept for good"
-    assert cells(header) == cells("step  tokens  age  size  ranks  ZeRO  calm  pinned  shipped  verified")
+    assert cells(header) == cells(
+        "step  tokens  age  size  ranks  ZeRO  known-good  pinned  uploaded  verified"
+    )
     assert cells(newest)[0] == "20"
     assert cells(newest)[6:] == ["-", "yes", "-", "-"]
     assert cells(older)[6:] == ["yes", "-", "yes", "-"]
@@ -63,7 +65,7 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
         str(manifest.world_size),
         str(manifest.zero_stage),
     ]
-    assert [header.index(word) for word in ("known good", "uploaded")] == [
+    assert [header.index(word) for word in ("known-good", "uploaded")] == [
         row.index("yes"),
         row.rindex("yes"),
     ]

@@ -57,7 +57,7 @@ def test_a_manifest_reads_back_as_it_was_written() -> None:
         (MANIFEST.to_json()[:-20], "delimiter|Expecting|Unterminated"),
         ("[1]", "has no version"),
         ("7", "has no version"),
-        (_changed(version=1), "a version that this program does not know"),
+        (_changed(version=1), "has format 1, expected 3"),
         (_without("version"), "has no version"),
         (_without("files"), "lacks or does not know a field: `files"),
         (_without("step"), "lacks or does not know a field"),

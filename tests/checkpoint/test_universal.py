@@ -573,7 +573,7 @@ def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:
     inside = replace(manifest, files={"x": FileEntry(1, "0")}, groups=(Group("decay", ("a",)),))
     assert parse_universal(inside.to_json()) == inside
     with pytest.raises(ValueError, match="lacks or does not know a field"):
-        parse_universal(seal({"version": 2, "stop": 1, "files": {}, "groups": []}))
+        parse_universal(seal({"version": 3, "stop": 1, "files": {}, "groups": []}))
 
 
 def test_universal_forms_of_checkpoints_that_are_gone_are_found_for_pruning(tmp_path: Path) -> None:

@@ -742,8 +742,8 @@ def _break_manifest(folder: Path) -> str:
 
 def _write_newer_version(folder: Path) -> str:
     text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text.replace('"version": 2', '"version": 3'))
-    return "its manifest cannot be read: its manifest has a version that this program does not know"
+    (folder / "manifest.json").write_text(text.replace('"version": 3', '"version": 4'))
+    return "its manifest cannot be read: its manifest has format 4, expected 3"
 
 
 def _take_other_step(folder: Path) -> str:

@@ -338,7 +338,7 @@ def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
     stop = Rollback(16, 24, 22, "lasting_spike", "stop", 1)
     told.state = replace(told.state, rollbacks=(stop,))
     write_cure(told.out, told.state)
-    told.event("needs_person", incident=1, step=24, to_step=16).start(16).steps(30)
+    told.event("needs_operator", incident=1, step=24, to_step=16).start(16).steps(30)
     told.back(20, (168, 200)).steps(40).write()
     code, said = _audit(capsys, told.out)
     assert code == 0, said
@@ -349,7 +349,7 @@ def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
 def test_a_stop_that_went_back_to_nothing_is_no_rollback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told(tmp_path).start().steps(6).event("needs_person", incident=1, step=6, to_step=None)
+    told = Told(tmp_path).start().steps(6).event("needs_operator", incident=1, step=6, to_step=None)
     told.start(4).steps(24).back(16, (152, 200)).steps(40).write()
     code, said = _audit(capsys, told.out)
     assert code == 0, said
@@ -628,8 +628,8 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
             "(`num_inherited`: Input should be greater than or equal to 0, found -1); put an",
         ),
         (
-            {"version": 2},
-            "run.json cannot be read (it is no record of version 1: another version of ds_pretrain goes on",
+            {"version": 9},
+            "run.json cannot be read (it is not a record of format 2; resume with the ds_pretrain that wrote it",
         ),
     ],
 )

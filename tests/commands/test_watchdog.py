@@ -177,8 +177,8 @@ def test_a_rollback_that_is_told_late_and_a_stop_are_judged_too(
     write_metrics(tmp_path, BEFORE[-50:-40], attempt=2)
     write_event(tmp_path, decision(NEXT - 51, NEXT + 29))  # a crash kept it from being told at once
     write_metrics(tmp_path, [*BEFORE[-40:], *raised(after(BEFORE, 30), 0.5)], attempt=2)
-    write_event(tmp_path, decision(NEXT - 21, NEXT + 29, "needs_person", incident=2))
-    write_event(tmp_path, {**decision(0, 3, "needs_person"), "to_step": None})  # nothing to go back to
+    write_event(tmp_path, decision(NEXT - 21, NEXT + 29, "needs_operator", incident=2))
+    write_event(tmp_path, {**decision(0, 3, "needs_operator"), "to_step": None})  # nothing to go back to
     write_event(tmp_path, {"event": "rollback", "step": "x"})
     assert cli.main(["watchdog", str(tmp_path)]) == 0
     *_, first, second, total, taken = capsys.readouterr().out.splitlines()

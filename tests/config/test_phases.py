@@ -107,7 +107,7 @@ def test_the_rate_of_a_smaller_batch_follows_the_rule(tmp_path: Path, rule: Any,
 
 
 def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_each(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1"))
+    plan = _plan(tmp_path, ("seq_len = 32", "seq_len = 32\nmicro_batch_size = 1"))
     assert [plan.micro_batch_size(step) for step in (0, 7, 8, 11)] == [2, 2, 1, 1]
     assert check_world(plan, 4, "here") == []
     wide = _plan(tmp_path / "wide")  # 4 sequences of 32 are two micro-batches of 2: too few for four ranks
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_world_is_said_once_with_the_steps_that_it_concerns
     assert four.startswith(f"{plan.run_path}: long from step 8 to 10: global batch 4 sequences (128 tokens /")
     six = check_world(plan, 3, "here")[1]
     assert "main from step 4 to 8 and late from step 10 to 12: global batch 8 sequences (128 tokens" in six
-    alike = ("seq_len = 32", "seq_len = 32\nmicro_sequences = 1")  # four micro-batches, as the other phases
+    alike = ("seq_len = 32", "seq_len = 32\nmicro_batch_size = 1")  # four micro-batches, as the other phases
     asked = _plan(
         tmp_path / "asked", ("tokens = 128", "gradient_accumulation_steps = 2\ntokens = 128"), late, alike
     )
@@ -135,13 +135,13 @@ def test_what_is_wrong_with_a_world_is_said_once_with_the_steps_that_it_concerns
     assert problem.count("batch.gradient_accumulation_steps = 2") == 1
     assert "main from step 0 to 8 and late from step 10 to 12: global batch 8 sequences" in problem
     assert problem.count("make accumulation 4") == 2
-    one = _plan(tmp_path / "one", ("seq_len = 32", "seq_len = 128\nmicro_sequences = 1"))
+    one = _plan(tmp_path / "one", ("seq_len = 32", "seq_len = 128\nmicro_batch_size = 1"))
     assert "long from step 8 to 12: global batch 1 sequence (128 tokens" in check_world(one, 2, "here")[0]
 
 
 REFUSED = [
     (
-        (("seq_len = 32", "seq_len = 32\nmicro_sequences = 3"),),
+        (("seq_len = 32", "seq_len = 32\nmicro_batch_size = 3"),),
         "8 steps",
         "batch.tokens = 128 is 4 sequences of phases.long.seq_len = 32, which no number of ranks divides "
         "into whole micro-batches of phases.long.micro_batch_size = 3; nearest batch.tokens: 96 or 192",
@@ -228,7 +228,7 @@ def test_a_size_of_the_ramp_has_to_fit_only_the_phases_that_it_meets(tmp_path: P
 
 
 def test_the_nearest_size_fits_every_phase_that_meets_it(tmp_path: Path) -> None:
-    long = ("seq_len = 32", "seq_len = 24\nmicro_sequences = 3")
+    long = ("seq_len = 32", "seq_len = 24\nmicro_batch_size = 3")
     with pytest.raises(InputError) as raised:
         _plan(tmp_path, long)
     [problem] = raised.value.problems
@@ -292,7 +292,7 @@ def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_ea
 
 def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -> None:
     """So that a ramp that is extended while the run goes on leaves the rates of the past as they were."""
-    ramp = 'lr_scaling = "sqrt"\nrate_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
+    ramp = 'lr_scaling = "sqrt"\nlr_reference_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
     assert [plan.rate(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
     assert list(rate_summary(plan))[1] == (
@@ -300,7 +300,7 @@ def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -
         "from step 4 (128 tokens a step, rate 0.0141)"
     )
     whole = _plan(
-        tmp_path / "whole", ("tokens = 128", 'lr_scaling = "linear"\nrate_tokens = 64\ntokens = 128')
+        tmp_path / "whole", ("tokens = 128", 'lr_scaling = "linear"\nlr_reference_tokens = 64\ntokens = 128')
     )
     assert whole.rate(3, 3) == 2e-2
     assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(rate_summary(whole))[1]

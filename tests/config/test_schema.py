@@ -46,17 +46,17 @@ def problems_of(text: str, *overrides: str) -> tuple[str, ...]:
 def test_a_minimal_run_file_gives_a_frozen_tree_with_the_documented_defaults() -> None:
     run = parse_run(MINIMAL)
     assert isinstance(run.schedule, WsdSection)
-    assert (run.schedule.shape, run.schedule.floor, str(run.schedule.length)) == (
+    assert (run.schedule.decay_shape, run.schedule.min_lr_ratio, str(run.schedule.length)) == (
         "1-sqrt",
         0.0,
         "2_000 steps",
     )
     assert run.batch.tokens == 4 * 2**20
     assert run.sources == {"web": SourceSection(path="data/web")}
-    assert (run.seed, run.validation, run.monitor.wandb, run.checkpoint.keep) == (0, None, "off", 3)
+    assert (run.seed, run.validation, run.monitor.wandb, run.checkpoint.keep_last) == (0, None, "off", 3)
     assert [str(trigger) for trigger in run.checkpoint.every] == ["1000 steps"]
     assert run.model == ModelSection(config="model.json")
-    assert (run.model.qk_norm, run.model.z_loss, run.model.recompute) == (False, None, False)
+    assert (run.model.qk_norm, run.model.z_loss, run.model.activation_checkpointing) == (False, None, False)
     with pytest.raises(ValueError, match="frozen"):
         run.seed = 3  # type: ignore[misc]
 
@@ -87,7 +87,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], Any]] = {
     "batch.tokens=512K": (("batch", "tokens"), 2**19),
     "batch.tokens=524_288": (("batch", "tokens"), 2**19),
     "model.qk_norm=true": (("model", "qk_norm"), True),
-    "monitor.log_every=5": (("monitor", "every"), 5),
+    "monitor.log_every=5": (("monitor", "log_every"), 5),
     "out=a=b": (("out",), "a=b"),
 }
 
@@ -146,9 +146,9 @@ def test_a_later_override_wins() -> None:
 
 def test_an_override_can_take_back_what_may_be_left_out_and_nothing_else() -> None:
     run = parse_run(MINIMAL, ["checkpoint.local_dir=/nvme", "checkpoint.local_dir=none", "validation=none"])
-    assert (run.checkpoint.local, run.validation) == (None, None)
+    assert (run.checkpoint.local_dir, run.validation) == (None, None)
     assert problems_of(MINIMAL, "name=none") == ("override of name: `name` = null: expected a valid string",)
-    assert "did you mean `local`" in problems_of(MINIMAL, "checkpoint.lokal=none")[0]
+    assert "did you mean `local_dir`" in problems_of(MINIMAL, "checkpoint.lokal_dir=none")[0]
 
 
 BAD_OVERRIDES = {
@@ -176,7 +176,7 @@ WRONG = {
     "model.qknorm=true": "unknown key `model.qknorm`; did you mean `qk_norm`?",
     "phases.0.seqlen=5": "unknown key `phases.0.seqlen`; did you mean `seq_len`?",
     "sources.code={ file = 'x', path = 'y' }": "unknown key `sources.code.file`; known here: path",
-    "checkpoint.keeep=3": "unknown key `checkpoint.keeep`; did you mean `keep_last`?",
+    "checkpoint.keep_lest=3": "unknown key `checkpoint.keep_lest`; did you mean `keep_last`?",
     "seed=-1": "`seed` = -1: expected greater than or equal to 0",
     "seed=1.5": "`seed` = 1.5: expected a valid integer",
     "seed=true": "`seed` = true: expected a valid integer",
@@ -349,7 +349,7 @@ def test_places_to_ship_to_are_folders_and_urls() -> None:
 def test_none_as_an_override_is_the_value_none_of_an_enumeration_and_else_takes_a_key_back() -> None:
     """In each section: where null is not allowed and "none" is a value, it is that value."""
     parsed = parse_run(MINIMAL, ["batch.lr_scaling=none", "model.z_loss=none", "checkpoint.local_dir=none"])
-    assert (parsed.batch.lr_scaling, parsed.model.z_loss, parsed.checkpoint.local) == ("none", None, None)
+    assert (parsed.batch.lr_scaling, parsed.model.z_loss, parsed.checkpoint.local_dir) == ("none", None, None)
     found = []
     for section in _all_sections(Run):
         for name, field in section.model_fields.items():

@@ -30,8 +30,8 @@ WITH_PRECISIONS = pytest.mark.parametrize(
 )
 RATE = 1e-2
 
-COSINE = 'kind = "cosine"\nlength = "24 steps"\npeak = 1e-2\nwarmup = "12 steps"\nfloor = 0.1\n'
-WSD = 'kind = "wsd"\nlength = "24 steps"\npeak = 1e-2\nwarmup = "7 steps"\ndecay = "12 steps"\n'
+COSINE = 'kind = "cosine"\nlength = "24 steps"\npeak_lr = 1e-2\nwarmup = "12 steps"\nmin_lr_ratio = 0.1\n'
+WSD = 'kind = "wsd"\nlength = "24 steps"\npeak_lr = 1e-2\nwarmup = "7 steps"\ndecay = "12 steps"\n'
 
 
 def _with_schedule(run_file: Path, schedule: str) -> Path:

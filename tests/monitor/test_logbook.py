@@ -63,8 +63,9 @@ def test_only_what_a_person_may_ask_about_is_kept(tmp_path: Path) -> None:
     book = Logbook(tmp_path, "small")
     routine = [event("validation", 5, losses={"web": 1.0}), event("checkpoint", 5), event("upload")]
     noteworthy = (
-        "start resume stop finish save_failed warning changed watchdog observed rollback needs_person "
-        "suspects compared outcome"
+        "start resume stop finish save_failed warning config_changed watchdog observed rollback "
+        "needs_operator "
+        "high_loss_samples replay_compared outcome"
     )
     for record in [*routine, event("failed"), *(event(kind, 5, action="ok") for kind in noteworthy.split())]:
         book.write(record)
@@ -97,7 +98,7 @@ def test_a_record_gets_the_tokens_of_its_step_unless_it_has_them_or_nobody_knows
 def test_a_decision_has_the_exact_losses_from_well_before_the_onset(tmp_path: Path) -> None:
     book = Logbook(tmp_path, "small")
     steps(book, 1, 500, lambda step: 1 / step)
-    for kind in ("needs_person", "watchdog", "outcome"):
+    for kind in ("needs_operator", "watchdog", "outcome"):
         book.write(event(kind, 500, onset=480, action="roll_back"))
     book.write(event("rollback", 480, onset=470))
     book.close()
@@ -185,7 +186,7 @@ def test_a_storm_of_small_things_makes_few_pages_and_the_last_one_has_them_all(
     assert len(made) == 10
     assert made[-1] == 5000
     text = (tmp_path / PAGE).read_text()
-    assert "; 2,500 dropped updates, " in text
+    assert "; 2,500 skipped updates, " in text
     assert "What is older is in incidents.jsonl." in text
     assert len(text) < 30_000
 
@@ -325,7 +326,7 @@ def now(text: str) -> str:
 def test_a_run_without_any_record_says_so(tmp_path: Path) -> None:
     text = page(tmp_path, [])
     assert now(text) == "**Now: nothing has happened yet.**"
-    assert "0 incidents (0 open); 0 starts; 0 dropped updates, 0 failed saves." in text
+    assert "0 incidents (0 open); 0 starts; 0 skipped updates, 0 failed saves." in text
 
 
 def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_ended(tmp_path: Path) -> None:
@@ -410,7 +411,7 @@ def test_the_page_and_the_time_for_it_are_bounded_however_long_the_run(
 
     monkeypatch.setattr(logbook, "islice", counting)
     text = page(tmp_path, [])
-    assert "; 5,000 starts; 5,000 dropped updates, " in text
+    assert "; 5,000 starts; 5,000 skipped updates, " in text
     assert len(read) == 2_000
     assert len(text) < 60_000
 
@@ -418,7 +419,7 @@ def test_the_page_and_the_time_for_it_are_bounded_however_long_the_run(
 def test_a_run_that_needs_a_person_says_so_on_top_with_its_diagnosis(tmp_path: Path) -> None:
     diagnosis = "step 9: nothing is left to try\n  step 5: spike; replay"
     asked = event(
-        "needs_person", 9, incident=2, reason="the budget is spent", diagnosis=diagnosis, to_step=5, onset=7
+        "needs_operator", 9, incident=2, reason="the budget is spent", diagnosis=diagnosis, to_step=5, onset=7
     )
     text = page(tmp_path, [event("start", 0), asked])
     assert now(text).startswith("**Now: NEEDS A PERSON (2026-09-21 14:13:20 UTC, step 9")
@@ -467,7 +468,7 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         event("checkpoint", 92),
         event("observed", 95, message="the watchdog would skip"),
         event("stop", 95),
-        event("changed", field="schedule.peak_lr", old="0.1", new="*8M*"),
+        event("config_changed", field="schedule.peak_lr", old="0.1", new="*8M*"),
         event("resume", 95, world_size=2, checkpoint="step_000000095"),
         event("resume", 95, world_size=1),
         event("moon_landed", 96),

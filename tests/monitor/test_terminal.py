@@ -136,7 +136,7 @@ def test_a_long_list_is_counted_in_the_terminal_and_whole_in_the_file() -> None:
         "attempt": 1,
         "samples": [("text", 0, n) for n in range(1000)],
     }
-    assert event_line(record) == "dropped at step 7  samples 1,000 in metrics.jsonl"
+    assert event_line(record) == "skipped update at step 7  samples 1,000 in metrics.jsonl"
 
 
 def test_nested_values_are_told_in_a_few_words_and_never_poured_out() -> None:
@@ -148,11 +148,13 @@ def test_nested_values_are_told_in_a_few_words_and_never_poured_out() -> None:
         "rank_losses 2 in metrics.jsonl  hosts a:0, b:0"
     )
     few = {"event": "high_loss_samples", "attempt": 1, "samples": [{"loss": 9.0, "text": "x" * 5000}]}
-    assert event_line(few) == "suspects  samples 1 in metrics.jsonl"
+    assert event_line(few) == "high loss samples  samples 1 in metrics.jsonl"
 
 
 def test_a_text_of_many_lines_is_one_line_and_a_long_one_is_cut() -> None:
-    record = {"event": "needs_person", "attempt": 1, "diagnosis": "look\n  here\x1b[31m"}
-    assert event_line(record) == "needs_person  diagnosis look here [31m"
+    record = {"event": "needs_operator", "attempt": 1, "diagnosis": "look\n  here\x1b[31m"}
+    assert event_line(record) == "needs operator  diagnosis look here [31m"
     record["diagnosis"] = "x" * 5000
-    assert event_line(record) == f"needs_person  diagnosis {'x' * 400}... (5,000 characters in metrics.jsonl)"
+    assert (
+        event_line(record) == f"needs operator  diagnosis {'x' * 400}... (5,000 characters in metrics.jsonl)"
+    )

@@ -11,7 +11,7 @@ from tests.scenario import LLAMA, make_run
 # What it has besides what every small run has.
 REPLACE = {
     'decay = "25%"': 'decay = "anneal"',
-    "tokens = 2048\n": 'tokens = "2K"\nramp = { "0" = "1K", "4K tokens" = "2K" }\nrate_rule = "sqrt"\n',
+    "tokens = 2048\n": 'tokens = "2K"\nramp = { "0" = "1K", "4K tokens" = "2K" }\nlr_scaling = "sqrt"\n',
     "text = 0.7, code = 0.3": "web = 0.8, math = 0.2",
     "seq_len = 16": "seq_len = 256",
     'every = "4 steps"\ntokens = 160': 'every = "6 steps"\ntokens = 2048',

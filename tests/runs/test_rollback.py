@@ -125,7 +125,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay", "skip"]
     assert "The next start goes on from the checkpoint of step" in said
-    [told] = _events(out, "needs_person")
+    [told] = _events(out, "needs_operator")
     assert told["diagnosis"] in said
     assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip", "stop"]
     where_it_stood = max(record["step"] for record in _events(out, "checkpoint"))

@@ -165,14 +165,14 @@ def test_a_run_that_goes_on_elsewhere_from_its_own_checkpoint_is_compared_up_to_
 
 BROKEN: dict[str, dict[str, str]] = {
     "a state that is a list": {RUN_STATE: "[]"},
-    "a state without fields": {RUN_STATE: '{"version": 1}'},
+    "a state without fields": {RUN_STATE: '{"version": 2}'},
     "a state of another version": {RUN_STATE: '{"version": 9}'},
     "a state that nests too deeply": {RUN_STATE: "[" * 100_000},
     "a state whose memory is a list": {
-        RUN_STATE: '{"version": 1, "step": 8, "skips": [], "watchdog": []}',
+        RUN_STATE: '{"version": 2, "step": 8, "skips": [], "watchdog": []}',
     },
     "a state that is no text": {RUN_STATE: "\udcff"},
-    "a torn state": {RUN_STATE: '{"version": 1, "st'},
+    "a torn state": {RUN_STATE: '{"version": 2, "st'},
     "a manifest that is a list": {MANIFEST: "[]"},
     "a manifest that nests too deeply": {MANIFEST: '{"version":' * 100_000},
     "a manifest that is no text": {MANIFEST: "\udcff"},

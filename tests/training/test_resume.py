@@ -34,6 +34,6 @@ def test_what_is_ahead_and_has_changed_is_told_and_noted_in_words(caplog: pytest
         "`schedule.length` is 1 step from this start on; it was 1,200 steps",
     ]
     assert events.records == [
-        ("changed", {"field": "phases.long", "old": "not there", "new": words}),
-        ("changed", {"field": "schedule.length", "old": "1,200 steps", "new": "1 step"}),
+        ("config_changed", {"field": "phases.long", "old": "not there", "new": words}),
+        ("config_changed", {"field": "schedule.length", "old": "1,200 steps", "new": "1 step"}),
     ]

@@ -167,7 +167,7 @@ def test_a_slow_rise_is_a_drift_that_is_watched_and_then_rolled_back(share: floa
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0])
 def test_a_streak_of_losses_that_are_no_numbers_is_rolled_back_once(loss: float) -> None:
     verdicts = said([*BEFORE, *broken(after(BEFORE, 60), loss, NORM)])
-    assert [step for step, v in verdicts if v.roll_back] == [NEXT + DEFAULTS.non_finite - 1]
+    assert [step for step, v in verdicts if v.roll_back] == [NEXT + DEFAULTS.max_non_finite_steps - 1]
     assert {v.kind for _, v in verdicts} == {"non_finite"}
     assert {v.onset for _, v in verdicts} == {NEXT}
     assert verdicts[0][1].message == (
@@ -200,7 +200,7 @@ def test_a_streak_that_a_finite_step_breaks_starts_anew() -> None:
     bad = broken(after(BEFORE, 60))
     fine = after(BEFORE, 60)
     mixed = [
-        good if t % DEFAULTS.non_finite == 19 else b
+        good if t % DEFAULTS.max_non_finite_steps == 19 else b
         for t, (good, b) in enumerate(zip(fine, bad, strict=True))
     ]
     assert not any(v.roll_back for _, v in said([*BEFORE, *mixed]))

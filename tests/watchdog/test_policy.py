@@ -134,7 +134,7 @@ def test_a_cure_of_other_types_is_refused_with_what_is_wrong(tmp_path: Path, wro
     write_cure(tmp_path, RunState(190, rollbacks=(FIRST,)))
     text = (tmp_path / "rollbacks.json").read_text()
     (tmp_path / "rollbacks.json").write_text(text.replace('"to_step": 190', wrong))
-    with pytest.raises(InputError, match=r"cure\.json cannot be read \(.*to_step"):
+    with pytest.raises(InputError, match=r"rollbacks\.json cannot be read \(.*to_step"):
         read_cure(tmp_path)
 
 
