@@ -39,11 +39,11 @@ from ranks import start_ranks
 from report import finish, judge, spread
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import Manifest, owner, step_name
-from ds_pretrain.checkpoint.save import Saves, Stage
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.manifest import Manifest, owner_rank, step_name
+from ds_pretrain.checkpoint.save import SaveProgress, Saves
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.distributed import World, barrier, from_main, gather_rows
+from ds_pretrain.core.distributed import World, barrier, broadcast_from_main, gather_rows
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine.engine import ZeroEngine, initialize_distributed
@@ -117,7 +117,7 @@ class Rank:
         initialize_distributed(self.world)
         self.engine = cast(ZeroEngine, open_run_engine(load_plan(run_file), self.world))
         self.root, self.other = run_file.parent / "ours", run_file.parent / "deepspeed"
-        self.saves = Saves(Places(self.root, self.root), self.world, lambda step: None)
+        self.saves = Saves(StorageLayout(self.root, self.root), self.world, lambda step: None)
         self.ids = torch.randint(0, MODEL["vocab_size"], (1, 64))  # type: ignore[call-overload]  # [B, T]
         self.times, self.stalled, self.cpu_seconds = Times(), 0.0, 0.0
 
@@ -140,7 +140,7 @@ class Rank:
         assert self.saves.begin(RunState(number), manifest, {"deepspeed.json": "{}"}, self.engine) is None
         stall = 0.0
         while self.saves.is_under_way:
-            if Stage.DONE not in self.stages():
+            if SaveProgress.DONE not in self.stages():
                 self.times.steps_behind.append(self.step())
             stall += self.timed(partial(self.advance, self.stages()))
         stall += self.stalled
@@ -151,7 +151,7 @@ class Rank:
 
     def stages(self) -> list[int]:
         """How far each rank's part of the save is."""
-        return [int(stage) for stage in gather_rows(self.world, [self.saves.stage])[:, 0]]
+        return [int(stage) for stage in gather_rows(self.world, [self.saves.progress])[:, 0]]
 
     def advance(self, stages: list[int]) -> None:
         outcome = self.saves.advance(stages)
@@ -166,7 +166,7 @@ class Rank:
 
     def restore(self) -> None:
         """What a start does: find, verify, load."""
-        found = store.find(Places(self.root, self.root), self.world)
+        found = store.find(StorageLayout(self.root, self.root), self.world)
         assert found is not None
         store.restore(found, self.engine, 0, self.world)
 
@@ -249,7 +249,7 @@ def read_so_far() -> int:
 def files_of(folder: Path, world: World) -> list[Path]:
     """The files that this rank wrote, and loads."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if owner(path.relative_to(folder).as_posix()) == world.rank]
+    return [path for path in files if owner_rank(path.relative_to(folder).as_posix()) == world.rank]
 
 
 def blank_manifest(step: int, world: World) -> Manifest:
@@ -335,7 +335,7 @@ def main() -> None:
             run_file = write_run(Path(name))
             sys.exit(start_ranks(__file__, run_file, words.ranks, ["--rounds", str(words.rounds)]))
     times = measure_rank(words.run_file, words.rounds)
-    if from_main(World.from_environment(), None) is None and World.from_environment().is_main:
+    if broadcast_from_main(World.from_environment(), None) is None and World.from_environment().is_main:
         report(times, World.from_environment().size)
 
 

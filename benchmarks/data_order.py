@@ -67,13 +67,13 @@ def calls_of_phase(number: int) -> None:
 
 def cold_batch() -> None:
     """The first batch after a start, or after a jump, at its dearest: half in one block, half in the next."""
-    mixture._layout.cache_clear()
+    mixture._build_layout.cache_clear()
     batch_at(FAR // BLOCK_DRAWS * BLOCK_DRAWS - BATCH // 2)
 
 
 def million() -> None:
     """A million draws in one call, none of their blocks laid out."""
-    mixture._layout.cache_clear()
+    mixture._build_layout.cache_clear()
     MIXTURE.locate(np.arange(FAR, FAR + 10**6))
 
 

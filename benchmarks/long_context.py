@@ -45,9 +45,9 @@ from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.data.validation_set import make_validation_set
 from ds_pretrain.engine.engine import Engine, initialize_distributed
-from ds_pretrain.models.pretrained import Base
+from ds_pretrain.models.pretrained import Pretrained
 from ds_pretrain.training import step as step_module
-from ds_pretrain.training.resume import Wish
+from ds_pretrain.training.resume import StartOptions
 from ds_pretrain.training.setup import open_run_engine
 from ds_pretrain.training.validation import evaluate
 
@@ -253,7 +253,7 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
     initialize_distributed(world)
     engines: list[Engine] = []
 
-    def opened(plan: Plan, world: World, base: Base | None) -> Engine:
+    def opened(plan: Plan, world: World, base: Pretrained | None) -> Engine:
         engines.append(open_run_engine(plan, world, base))
         return engines[-1]
 
@@ -262,7 +262,7 @@ def train_and_look(run_file: Path, stop_after: int | None) -> None:
         StopSignal(plan.out, world) as stop,
         suppress(Preempted),
     ):
-        train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
+        train_module.train(plan, world, stop, run_lock(plan.out), StartOptions(stop_after))
     source = open_source(run_file.parent / "validation")
     sets = [make_validation_set("held_out", source, seq_len, 1 << 17) for seq_len in (1024, SHORT)]
     seen, short = (evaluate(engines[0], [one], 4, world, retrieval=True) for one in sets)

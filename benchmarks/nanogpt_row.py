@@ -23,7 +23,7 @@ from pathlib import Path
 from report import finish, judge
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ds_pretrain.core.jsonl import latest_attempt, read_metrics
+from ds_pretrain.core.jsonl import read_metrics, select_latest_attempt
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("runs/nanogpt")  # where the run files look for the data
@@ -51,7 +51,7 @@ def write_tokenizer(text: str, path: Path) -> int:
 
 def last_validation(out: Path) -> float:
     """The held-out loss after the last step of a run."""
-    records = latest_attempt(read_metrics(out / "metrics.jsonl"), "validation")
+    records = select_latest_attempt(read_metrics(out / "metrics.jsonl"), "validation")
     return float(records[-1]["losses"]["held_out"])
 
 

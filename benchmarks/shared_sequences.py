@@ -28,12 +28,12 @@ from ranks import start_ranks
 from report import finish, judge
 from torch.nn import functional
 
-from ds_pretrain.commands.sample import whole_model
+from ds_pretrain.commands.sample import build_whole_model
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, gather_rows
 from ds_pretrain.data.loader import Batch, MicroBatch
 from ds_pretrain.engine.engine import initialize_distributed
-from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.models.param_groups import build_parameter_groups
 from ds_pretrain.training.setup import open_run_engine
 from ds_pretrain.training.step import take_step
 
@@ -154,10 +154,10 @@ def errors(plan: Plan, world: World) -> list[float]:
 
 def in_torch(plan: Plan) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of plain torch on whole sequences."""
-    model, losses, norms = whole_model(plan), [], []
+    model, losses, norms = build_whole_model(plan), [], []
     params = plan.deepspeed["optimizer"]["params"]
     options = {"betas": tuple(params["betas"]), "eps": params["eps"], "weight_decay": params["weight_decay"]}
-    optimizer = torch.optim.AdamW(parameter_groups(model, decay_embeddings=False), lr=RATE, **options)
+    optimizer = torch.optim.AdamW(build_parameter_groups(model, decay_embeddings=False), lr=RATE, **options)
     for step in range(STEPS):
         rows = tokens(step)  # [S, T + 1]
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits.flatten(0, 1)  # [S * T, V]

@@ -38,9 +38,9 @@ from ds_pretrain.core.state import RunState
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.data.loader import MicroBatch
 from ds_pretrain.engine.engine import Engine, Update, ZeroEngine, initialize_distributed
-from ds_pretrain.models.pretrained import Base
+from ds_pretrain.models.pretrained import Pretrained
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.training.setup import open_feed, open_run_engine
+from ds_pretrain.training.setup import open_loader, open_run_engine
 
 ROOT = Path(__file__).parent.parent
 BLOCK_STEPS = 10
@@ -134,7 +134,7 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
     batches = read_batches(plan, world)
     in_turn: list[InTurn] = []
 
-    def open_in_turn(plan: Plan, world: World, base: Base | None) -> Engine:
+    def open_in_turn(plan: Plan, world: World, base: Pretrained | None) -> Engine:
         engine = cast(ZeroEngine, open_run_engine(plan, world, base))
         in_turn.append(InTurn(engine, batches))
         vars(engine)["step"] = in_turn[0].step
@@ -147,7 +147,7 @@ def measure_rank(run_file: Path) -> tuple[list[Block], list[Block]]:
 
 def read_batches(plan: Plan, world: World) -> list[tuple[MicroBatch, ...]]:
     """This rank's micro-batches of every step."""
-    with open_feed(plan, open_inputs(plan).sources, world) as feed:
+    with open_loader(plan, open_inputs(plan).sources, world) as feed:
         return [feed.at(RunState(step)).micro_batches for step in range(plan.last_step)]
 
 

@@ -39,7 +39,7 @@ from ds_pretrain.core.run_files import StopSignal, run_lock
 from ds_pretrain.data.indexed import IndexedWriter
 from ds_pretrain.engine import engine as engine_module
 from ds_pretrain.engine.engine import Update, ZeroEngine, initialize_distributed
-from ds_pretrain.engine.skip_step import dropping_above
+from ds_pretrain.engine.skip_step import skip_updates_above
 from ds_pretrain.train import train
 from ds_pretrain.training.rollback import Watchdog
 from ds_pretrain.training.saver import Saver
@@ -101,7 +101,7 @@ class Spent:
     def dropping(self, optimizer: Any, limit: float | None) -> Iterator[list[float]]:
         """`dropping_above`, but for what it surrounds."""
         since = perf_counter()
-        with dropping_above(optimizer, limit) as dropped:
+        with skip_updates_above(optimizer, limit) as dropped:
             self._watchdog += perf_counter() - since
             yield dropped
             since = perf_counter()
@@ -128,7 +128,7 @@ def measure_rank(run_file: Path) -> Spent:
         spent = Spent(counts)
         patches = [patch.object(kind, name, spent.timed(getattr(kind, name))) for kind, name in CALLS]
         patches.append(patch.object(ZeroEngine, "step", lambda *args: spent.step(*args)))
-        patches.append(patch.object(engine_module, "dropping_above", spent.dropping))
+        patches.append(patch.object(engine_module, "skip_updates_above", spent.dropping))
         for each in patches:
             each.start()
         with StopSignal(plan.out, world) as stop:

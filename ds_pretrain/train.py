@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.config.plan import Plan, load_plan
-from ds_pretrain.core.distributed import EVERY_RANK, World, barrier, log, on_main
+from ds_pretrain.core.distributed import EVERY_RANK, World, barrier, log, run_on_main
 from ds_pretrain.core.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_NEEDS_PERSON,
+    EXIT_NEEDS_OPERATOR,
     InputError,
-    NeedsPerson,
+    NeedsOperator,
     NoProgress,
     Preempted,
     RunError,
@@ -32,41 +32,43 @@ from ds_pretrain.core.files import FileLock
 from ds_pretrain.core.run_files import StopSignal, record_exit, record_rank, run_lock
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import LogToStderr, say
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.usage import read_so_far
 from ds_pretrain.data.validation_set import ValidationSet
 from ds_pretrain.engine.engine import Engine, initialize_distributed
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.training.compatibility import claim
-from ds_pretrain.training.preflight import announce, prepare_inputs, skipped_lines
+from ds_pretrain.training.compatibility import claim_run
+from ds_pretrain.training.preflight import announce, format_skips, prepare_inputs
 from ds_pretrain.training.resume import (
-    NO_WISH,
-    Wish,
+    DEFAULT_OPTIONS,
+    StartOptions,
     find_start,
-    known_run,
-    probe_again,
+    read_known_run,
+    repeat_probe,
+    report_changes,
     resume,
-    tell_changes,
 )
 from ds_pretrain.training.rollback import Watchdog
 from ds_pretrain.training.saver import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
-from ds_pretrain.training.saver import STOP_PATIENCE_SECONDS, Saver, Shipping
+from ds_pretrain.training.saver import STOP_PATIENCE_SECONDS, Saver, Uploads
 from ds_pretrain.training.setup import (
     PhaseSwitch,
     claim_directory,
-    label_place,
-    open_feed,
+    label_remote,
+    open_loader,
     open_monitor,
     open_phases,
     open_run_engine,
-    validation_sets,
+    open_validation_sets,
 )
 from ds_pretrain.training.step import RankSignals, measure, take_step
 from ds_pretrain.training.validation import evaluate
-from ds_pretrain.watchdog.rollback_log import note_told
+from ds_pretrain.watchdog.rollback_log import mark_reported
 
 
-def train(plan: Plan, world: World, stop: StopSignal, lock: FileLock, wish: Wish = NO_WISH) -> None:
+def train(
+    plan: Plan, world: World, stop: StopSignal, lock: FileLock, wish: StartOptions = DEFAULT_OPTIONS
+) -> None:
     """Train to the last step, surviving spikes, preemption and a change of world size. Collective.
 
     `lock` is that of the run directory; it is held when this returns or raises, if the directory was ours.
@@ -82,38 +84,40 @@ def train(plan: Plan, world: World, stop: StopSignal, lock: FileLock, wish: Wish
     places, cure = claim_directory(plan, lock, world)
     own, origin = find_start(plan, wish, places, cure, world)
     found = own or origin
-    record = on_main(world, lambda: claim(plan, inputs.data, known_run(own), known_run(origin)))
-    on_main(world, lambda: label_place(places, record))
+    record = run_on_main(
+        world, lambda: claim_run(plan, inputs.data, read_known_run(own), read_known_run(origin))
+    )
+    run_on_main(world, lambda: label_remote(places, record))
     if own is not None and cure.rollbacks:
-        store.leave(places, own.state.step, world)
+        store.discard_after(places, own.state.step, world)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
-    shipping = Shipping(plan, places, world)
+    shipping = Uploads(plan, places, world)
     if found is not None and found.state.step == plan.last_step:
         _finish_uploads(plan, shipping, world)
         return
-    found = found and store.fitted(found, plan.deepspeed, places, world)
-    engine = open_run_engine(plan, world, inputs.base)
+    found = found and store.reshard_if_needed(found, plan.deepspeed, places, world)
+    engine = open_run_engine(plan, world, inputs.pretrained)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
-        feed = stack.enter_context(open_feed(plan, inputs.sources, world))
+        feed = stack.enter_context(open_loader(plan, inputs.sources, world))
         phases = open_phases(plan, engine, world)
-        tell_changes(record, monitor)
-        state = cure.applied(resume(found, engine, phases.enter, feed, plan, monitor, started, world))
-        for line in skipped_lines(plan, inputs.sources, state.ledger):
+        report_changes(record, monitor)
+        state = cure.apply_to(resume(found, engine, phases.enter, feed, plan, monitor, started, world))
+        for line in format_skips(plan, inputs.sources, state.ledger):
             log.info(line)
         restore_seconds = perf_counter() - started
         stack.enter_context(shipping)
         saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world)
         watchdog = Watchdog(plan, monitor, places, record.attempt, phases.enter, world)
-        watchdog.take_up(state, engine, feed)
-        held_out = validation_sets(plan, inputs.validation)
+        watchdog.resume(state, engine, feed)
+        held_out = open_validation_sets(plan, inputs.validation)
         _train_from(
             state, _Run(plan, engine, phases, feed, monitor, saver, watchdog, held_out, stop, wish, world)
         )
 
 
-def _finish_uploads(plan: Plan, shipping: Shipping, world: World) -> None:
+def _finish_uploads(plan: Plan, shipping: Uploads, world: World) -> None:
     with shipping:
         shipping.finish(SHIP_PATIENCE_SECONDS)
     if world.is_main:
@@ -127,13 +131,13 @@ class _Run:
     plan: Plan
     engine: Engine
     phases: PhaseSwitch
-    feed: Feed
+    loader: BatchLoader
     monitor: Monitor
     saver: Saver
     watchdog: Watchdog
     validation: Mapping[int, Sequence[ValidationSet]]  # by sequence length
     stop: StopSignal
-    wish: Wish
+    options: StartOptions
     world: World
 
     def signals(self) -> RankSignals:
@@ -149,22 +153,22 @@ def _train_from(state: RunState, run: _Run) -> None:
     while state.step < plan.last_step:
         started = perf_counter()
         run.phases.enter(state.step)
-        batch = run.feed.at(state)
-        rate, limit = plan.rate(state.step, state.num_updates), watchdog.norm_limit(state)
+        batch = run.loader.at(state)
+        rate, limit = plan.lr(state.step, state.num_updates), watchdog.norm_limit(state)
         losses, update = take_step(run.engine, batch, rate, plan.run.model.z_loss, run.world, limit)
         step, shared = measure(plan, state, batch, rate, losses, update, started, run.signals(), run.world)
         run.monitor.step(step)
         state, verdict = watchdog.judge(state, step, shared.rank_losses, batch.ids)
         saver.advance(shared.save_progress, shared.probe if verdict.action == "ok" else None)
-        probe = partial(probe_again, run.engine, batch, step.step - 1, run.world)
-        if watchdog.wants_back(state, verdict):
+        probe = partial(repeat_probe, run.engine, batch, step.step - 1, run.world)
+        if watchdog.should_roll_back(state, verdict):
             saver.finish()
             try:
-                state = watchdog.roll_back(state, verdict, run.engine, run.feed, step.step)
-            except NeedsPerson:
-                saver.save_for_person(state, probe)
+                state = watchdog.roll_back(state, verdict, run.engine, run.loader, step.step)
+            except NeedsOperator:
+                saver.save_for_operator(state, probe)
                 raise
-            saver.gone_back(state)
+            saver.on_rollback(state)
             continue
         saver.note_health(state)
         num_attempted, num_applied = num_attempted + 1, num_applied + step.update_applied
@@ -177,18 +181,18 @@ def _train_from(state: RunState, run: _Run) -> None:
                 "lower schedule.peak_lr, or check the data"
             )
         _report(state, batch.ids.seq_len, run)
-        stops = shared.stop or state.step == run.wish.stop_after
+        stops = shared.stop or state.step == run.options.stop_after
         if stops or is_last:
-            saver.save_surely(state, probe)
+            saver.save_blocking(state, probe)
         elif shared.save or saver.is_due(state):
             saver.save(state, probe)
         if is_last:
             watchdog.finish(state)
             run.monitor.event("finish", step=state.step)
-            saver.ship_rest(SHIP_PATIENCE_SECONDS)
+            saver.finish_uploads(SHIP_PATIENCE_SECONDS)
         elif stops:
             run.monitor.event("stop", step=state.step)
-            saver.ship_rest(STOP_PATIENCE_SECONDS)
+            saver.finish_uploads(STOP_PATIENCE_SECONDS)
             raise Preempted(f"stopped after step {state.step:,}, saved; the same command goes on from there")
 
 
@@ -205,7 +209,7 @@ def _report(state: RunState, seq_len: int, run: _Run) -> None:
         found = evaluate(run.engine, sets, micro, run.world, section.retrieval)
         run.monitor.validation(step, found.losses, found.by_position, found.retrieval)
     if validates or is_last or plan.timeline.ends_phase(step):
-        read = read_so_far(run.feed.sampler, step, state.ledger)
+        read = read_so_far(run.loader.sampler, step, state.ledger)
         sources = {name: asdict(source) for name, source in read.items()}
         run.monitor.event("data", step=step, phase=plan.timeline.at(step - 1).phase, sources=sources)
 
@@ -219,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-after", type=int, metavar="STEP")
     parser.add_argument("--trust-pickle", action="store_true")
     words = parser.parse_intermixed_args(argv)
-    wish = Wish(words.stop_after, words.trust_pickle)
+    wish = StartOptions(words.stop_after, words.trust_pickle)
     os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
     LogToStderr(world.rank).install()
@@ -252,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record_exit(plan: Plan, code: int) -> None:
     try:
         record_exit(plan.out, code)
-        if code == EXIT_NEEDS_PERSON:
-            note_told(plan.out)
+        if code == EXIT_NEEDS_OPERATOR:
+            mark_reported(plan.out)
     except OSError as error:
         log.error(f"exit code {code} could not be written to {plan.out}: {error}")
 

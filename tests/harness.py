@@ -29,19 +29,19 @@ from torch import nn
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import reshard
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import DOOMED, published, step_of
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.manifest import EXPIRED, list_published, parse_step
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier, gather_objects
 from ds_pretrain.core.errors import EXIT_FINISHED, Preempted, RunError
 from ds_pretrain.core.run_files import StopSignal, run_lock, stop_file
 from ds_pretrain.core.state import RunState, SkipLedger
-from ds_pretrain.data.loader import Batch, Feed
+from ds_pretrain.data.loader import Batch, BatchLoader
 from ds_pretrain.engine import partitions
 from ds_pretrain.engine.engine import ZeroEngine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training import rollback, saver, setup
-from ds_pretrain.training.resume import Wish
+from ds_pretrain.training.resume import StartOptions
 from ds_pretrain.training.saver import Saver
 from tests.checkpoint.saving import save_now
 
@@ -173,7 +173,7 @@ def record_run(
         plan = load_plan(run_file, overrides)
         try:
             with StopSignal(plan.out, world) as stop:
-                train_module.train(plan, world, stop, run_lock(plan.out), Wish(stop_after))
+                train_module.train(plan, world, stop, run_lock(plan.out), StartOptions(stop_after))
         except RunError as error:
             if faults is None and not (isinstance(error, Preempted) and stop_after is not None):
                 error.add_note(stderr.getvalue())
@@ -266,7 +266,7 @@ class _Seen:
 
     def _train(self, batch: Batch) -> None:
         step = batch.ids.step + 1
-        self.trained.append((step, batch.ids.listed()))
+        self.trained.append((step, batch.ids.to_list()))
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(json.dumps({"step": step, "draws": batch.ids.draw.tolist()}) + "\n")
@@ -316,7 +316,7 @@ def _ask(patch: pytest.MonkeyPatch, world: World, out: Path, stop: Stop | None) 
 
 
 def _make_faults(patch: pytest.MonkeyPatch, world: World, faults: Sequence[Fault]) -> None:
-    take_step, read = train_module.take_step, Feed._read
+    take_step, read = train_module.take_step, BatchLoader._read
     mine = [fault for fault in faults if fault.rank in (None, world.rank)]
     met: set[tuple[Fault, int]] = set()
 
@@ -348,7 +348,7 @@ def _make_faults(patch: pytest.MonkeyPatch, world: World, faults: Sequence[Fault
             losses[0] = float("nan")
         return losses, update
 
-    def poisoned(feed: Feed, step: int, ledger: SkipLedger) -> Batch:
+    def poisoned(feed: BatchLoader, step: int, ledger: SkipLedger) -> Batch:
         batch = read(feed, step, ledger)
         share = len(batch.checksums)
         draws = batch.ids.draw[world.rank * share : (world.rank + 1) * share]  # [S / W]
@@ -361,16 +361,16 @@ def _make_faults(patch: pytest.MonkeyPatch, world: World, faults: Sequence[Fault
 
     labels = [fault for fault in mine if fault.kind == "labels"]
     if labels:
-        patch.setattr(Feed, "_read", poisoned)
+        patch.setattr(BatchLoader, "_read", poisoned)
     mine = [fault for fault in mine if fault.kind in ("rate", "gradient", "loss", "batch", "state")]
     if mine:
         patch.setattr(train_module, "take_step", stepped)
     kinds = {fault.kind for fault in faults}
     if "full_disk" in kinds:
-        patch.setattr(rollback, "write_cure", disk_is_full)
+        patch.setattr(rollback, "write_rollback_log", disk_is_full)
     if "lost" in kinds:
-        answers, found = ["a file of it is gone"], rollback.found_at_step
-        patch.setattr(rollback, "found_at_step", lambda *args: answers.pop() if answers else found(*args))
+        answers, found = ["a file of it is gone"], rollback.find_at_step
+        patch.setattr(rollback, "find_at_step", lambda *args: answers.pop() if answers else found(*args))
 
 
 def disk_is_full(*args: Any) -> Any:
@@ -433,10 +433,10 @@ def _kill(patch: pytest.MonkeyPatch, world: World, kill: Kill | None, kill_after
         at_write_points(passed)
 
 
-def _leave_one(places: Places, to_step: int, world: World, *args: Any) -> None:
-    later = [folder for folder in published(places.root) if (step_of(folder.name) or 0) > to_step]
+def _leave_one(places: StorageLayout, to_step: int, world: World, *args: Any) -> None:
+    later = [folder for folder in list_published(places.root) if (parse_step(folder.name) or 0) > to_step]
     if world.is_main and later:
-        later[0].rename(later[0].with_name(f"{later[0].name}{DOOMED}"))
+        later[0].rename(later[0].with_name(f"{later[0].name}{EXPIRED}"))
     barrier(world)
     die()
 
@@ -461,12 +461,12 @@ def restore_and_save(world: World, run_file: str, kill: Kill | None = None) -> S
     """Restore a run and save it again at once, as if it had been stopped before its first step."""
     plan = load_plan(run_file)
     root = plan.out / "checkpoints"
-    found = store.find(Places(root, root), world)
+    found = store.find(StorageLayout(root, root), world)
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard, "_run_tool", tool_in_this_process)
         _kill(patch, world, kill, None)
-        found = store.fitted(found, plan.deepspeed, Places(root, root), world)
+        found = store.reshard_if_needed(found, plan.deepspeed, StorageLayout(root, root), world)
     engine = setup.open_run_engine(plan, world)
     state = store.restore(found, engine, plan.run.seed, world)
     texts = {"deepspeed.json": plan.deepspeed_text}
@@ -487,7 +487,7 @@ def snapshot(engine: Any, world: World) -> Snapshot:
                 **{kind: _array(moment) for kind, moment in part.moments.items()},
             },
         )
-        for part in partitions.parts(engine)
+        for part in partitions.list_parts(engine)
         if part.master.numel()  # not padding alone
     ]
     pieces = sorted(
@@ -502,7 +502,7 @@ def snapshot(engine: Any, world: World) -> Snapshot:
     states = [s for s in engine.optimizer.optimizer.state.values() if "step" in s]
     steps = gather_objects(world, [int(state["step"]) for state in states])
     addresses = [state["step"].data_ptr() for state in states if torch.is_tensor(state["step"])]
-    options = {str(group["name"]): dict(group) for group in partitions.live_options(engine)}
+    options = {str(group["name"]): dict(group) for group in partitions.copy_options(engine)}
     return Snapshot(
         tensors,
         options,

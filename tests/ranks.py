@@ -162,10 +162,10 @@ def _rank_main(
     import torch
 
     from ds_pretrain.core.text import LogToStderr
-    from ds_pretrain.engine.engine import quiet_deepspeed
+    from ds_pretrain.engine.engine import silence_deepspeed
 
     torch.set_num_threads(1)
-    quiet_deepspeed()
+    silence_deepspeed()
     world = World(rank=rank, size=num_ranks, local_rank=rank)
     LogToStderr(rank).install()
     try:

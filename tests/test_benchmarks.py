@@ -146,5 +146,5 @@ def test_both_run_files_of_the_public_row_hold_its_recipe_and_differ_in_the_mode
     assert first == second
     for plan in plans:
         assert (plan.last_step, plan.timeline.segments[0].tokens_per_step) == (2000, 12 * 64)
-        assert [plan.schedule.rate(step) for step in (50, 100)] == pytest.approx([5e-4, 1e-3])
-        assert plan.schedule.rate(1999) == pytest.approx(1e-4, rel=1e-3)
+        assert [plan.schedule.lr(step) for step in (50, 100)] == pytest.approx([5e-4, 1e-3])
+        assert plan.schedule.lr(1999) == pytest.approx(1e-4, rel=1e-3)

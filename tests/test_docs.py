@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ds_pretrain.config.loader import section_models
+from ds_pretrain.config.loader import find_section_models
 from ds_pretrain.config.schema import Run, SourceSection
 from tests.conftest import DEFAULT_TIER
 
@@ -19,7 +19,7 @@ def _keys(section: type[BaseModel], prefix: str = "") -> set[str]:
     keys = set()
     for attribute, field in section.model_fields.items():
         name = field.alias or attribute
-        nested = [m for m in section_models(field.annotation) if "path" not in m.model_fields]
+        nested = [m for m in find_section_models(field.annotation) if "path" not in m.model_fields]
         keys |= {key for m in nested for key in _keys(m, f"{name}.")} if nested else {f"{prefix}{name}"}
     return keys
 

@@ -8,7 +8,7 @@ import pytest
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.data.indexed import IndexedWriter
-from ds_pretrain.training.compatibility import identity_of, past_changes
+from ds_pretrain.training.compatibility import compute_identity, find_past_changes
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,9 +54,9 @@ def test_the_cooldown_says_the_same_as_its_parent_up_to_where_it_begins() -> Non
         load_plan(ROOT / f"examples/{name}.toml", _at_home("examples/llama_5m.json"))
         for name in ("curriculum", "cooldown")
     ]
-    parent, branch = (identity_of(plan, {}) | {"name": "one"} for plan in plans)
-    assert past_changes(parent, branch, 60) == {}
-    assert past_changes(parent, branch, 61)
+    parent, branch = (compute_identity(plan, {}) | {"name": "one"} for plan in plans)
+    assert find_past_changes(parent, branch, 60) == {}
+    assert find_past_changes(parent, branch, 61)
     assert plans[0].keep_every is not None
 
 

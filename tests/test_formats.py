@@ -34,7 +34,7 @@ def test_a_run_file_with_the_first_keys_is_refused_with_the_new_name_of_each() -
 
 
 def _sections(section: type[Section]) -> list[type[Section]]:
-    from ds_pretrain.config.loader import section_models
+    from ds_pretrain.config.loader import find_section_models
 
-    inner = [m for field in section.model_fields.values() for m in section_models(field.annotation)]
+    inner = [m for field in section.model_fields.values() for m in find_section_models(field.annotation)]
     return [section, *(s for m in inner if issubclass(m, Section) for s in _sections(m))]

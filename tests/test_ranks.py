@@ -6,14 +6,18 @@ import time
 
 import pytest
 
-from ds_pretrain.core.distributed import World, barrier, from_main, gather_objects, gather_rows
+from ds_pretrain.core.distributed import World, barrier, broadcast_from_main, gather_objects, gather_rows
 from tests.ranks import KILLED, RankFailure, run_ranks
 
 
 def _collectives(world: World) -> tuple[list[list[float]], list[str], str]:
     barrier(world)
     rows = gather_rows(world, [world.rank, 0.1 * world.rank])
-    return rows.tolist(), gather_objects(world, f"r{world.rank}"), from_main(world, f"from {world.rank}")
+    return (
+        rows.tolist(),
+        gather_objects(world, f"r{world.rank}"),
+        broadcast_from_main(world, f"from {world.rank}"),
+    )
 
 
 def _raise_on_rank_1(world: World) -> None:

@@ -1,7 +1,7 @@
 """Timelines, phases and schedules for tests of what does not look at a run file."""
 
 from ds_pretrain.config.plan import make_timeline
-from ds_pretrain.config.schedule import Shape
+from ds_pretrain.config.schedule import DecayShape
 from ds_pretrain.config.schema import CosineSection, PhaseSection, WsdSection
 from ds_pretrain.config.timeline import Duration, Timeline, steps
 
@@ -23,7 +23,7 @@ def cosine(peak: float, length: int, warmup: int, floor: float) -> CosineSection
     )
 
 
-def wsd(peak: float, length: int, warmup: int, decay: int, shape: Shape, floor: float) -> WsdSection:
+def wsd(peak: float, length: int, warmup: int, decay: int, shape: DecayShape, floor: float) -> WsdSection:
     """A schedule with a decay, in steps."""
     return WsdSection(
         kind="wsd",

@@ -40,7 +40,7 @@ class Costs:
         """The interval to choose: Daly's, and never shorter than a save takes to be complete."""
         return max(self.daly_seconds, self.complete)
 
-    def lost_share(self, interval: float) -> float:
+    def lost_fraction(self, interval: float) -> float:
         """Expected share of time lost, to first order: stalls, and half an interval and more a failure."""
         if interval <= 0:
             return 1.0
@@ -48,34 +48,36 @@ class Costs:
         return min(1.0, self.stall / interval + repeated / self.mtbf)
 
 
-def advice_lines(costs: Costs, interval: float | None) -> Iterator[str]:
+def format_interval_advice(costs: Costs, interval: float | None) -> Iterator[str]:
     """The best interval, then the present one beside it, if that is known."""
     best = costs.best_seconds
     yield (
-        f"a save every {spoken(best)} loses least: {costs.lost_share(best):.2%} of "
-        f"the time is expected to be lost (Daly 2006; Young 1974 says {spoken(costs.young_seconds)})"
+        f"a save every {format_seconds(best)} loses least: {costs.lost_fraction(best):.2%} of "
+        f"the time is expected to be lost (Daly 2006; Young 1974 says {format_seconds(costs.young_seconds)})"
     )
     if interval is not None:
         yield (
-            f"checkpoint.every is about {spoken(interval)} at present: {costs.lost_share(interval):.2%} is "
+            f"checkpoint.every is about {format_seconds(interval)} at present: "
+            f"{costs.lost_fraction(interval):.2%} is "
             "expected to be lost"
         )
 
 
-def stall_warning(stall_seconds: float, interval_seconds: float, share: float) -> str | None:
+def check_stall(stall_seconds: float, interval_seconds: float, share: float) -> str | None:
     """What to tell if training stands still for saves longer than `share` of the time between them."""
     if interval_seconds > 0 and stall_seconds <= share * interval_seconds:
         return None
     taken = f"{stall_seconds / interval_seconds:.1%}" if interval_seconds > 0 else "all"
     return (
-        f"training stands still for {spoken(stall_seconds)} at a save, {taken} of the "
-        f"{spoken(interval_seconds)} between saves, and checkpoint.max_stall_fraction allows {share:.1%}: "
+        f"training stands still for {format_seconds(stall_seconds)} at a save, {taken} of the "
+        f"{format_seconds(interval_seconds)} between saves, and checkpoint.max_stall_fraction allows "
+        f"{share:.1%}: "
         f"save less "
         "often (checkpoint.every), or give the hosts more free memory, so that saves are written behind"
     )
 
 
-def spoken(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Two digits in the unit that fits: "0.42 s", "14 min", "2.5 h"."""
     size, unit = next(((n, u) for n, u in ((1, "s"), (60, "min")) if seconds / n < 99.5), (3600, "h"))
     number = seconds / size

@@ -17,8 +17,8 @@ RUN_STATE = "run_state.json"
 DEEPSPEED = "deepspeed.json"
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"  # a checkpoint whose step was saved again
-DOOMED = f".expired{PARTIAL}"  # a checkpoint that is being deleted
-LEFT = ".abandoned_"  # and a number: pinned, and of a branch that a rollback has given up
+EXPIRED = f".expired{PARTIAL}"  # a checkpoint that is being deleted
+ABANDONED = ".abandoned_"  # and a number: pinned, and of a branch that a rollback has given up
 BROKEN = ".broken"
 _UNIVERSAL = ".universal"
 UNIVERSAL_MANIFEST = "universal.json"
@@ -111,7 +111,7 @@ class UnknownVersion(ValueError):
 
 def seal(fields: Mapping[str, Any]) -> str:
     """The text of a manifest with these fields, and their checksum."""
-    return json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
+    return json.dumps({**fields, "sha256": _compute_digest(fields)}, indent=1)
 
 
 def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
@@ -132,7 +132,7 @@ def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
             f"{what} has format {data['version']}, expected {_VERSION} (format 3 renamed run-file keys, like "
             "schedule.peak to schedule.peak_lr); use the ds_pretrain that wrote it"
         )
-    if data.pop("sha256", None) != _digest(data):
+    if data.pop("sha256", None) != _compute_digest(data):
         raise ValueError(f"{what} does not match its own checksum")
     del data["version"]
     try:
@@ -147,7 +147,7 @@ def _read_sealed(kind: type[Sealed], text: str, what: str) -> Sealed:
     return value
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _compute_digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -156,37 +156,37 @@ def step_name(step: int) -> str:
     return f"step_{step:09d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step of a published checkpoint's folder name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def cache_of(folder: Path) -> Path:
+def universal_folder(folder: Path) -> Path:
     """Where the universal form of a checkpoint folder lies."""
     return folder.with_name(folder.name + _UNIVERSAL)
 
 
-def workspace_of(folder: Path) -> Path:
+def unfinished_universal_folder(folder: Path) -> Path:
     """Where it is while it is made."""
     return folder.with_name(folder.name + _WORKSPACE)
 
 
-def orphans(root: Path) -> list[Path]:
+def find_orphaned_universals(root: Path) -> list[Path]:
     """Universal forms, finished or not, whose checkpoint is gone: what pruning deletes too."""
     return [
         path
         for suffix in (_UNIVERSAL, _WORKSPACE)
         for path in sorted(root.glob(f"*{suffix}"))
-        if step_of(name := path.name.removesuffix(suffix)) is not None and not (root / name).exists()
+        if parse_step(name := path.name.removesuffix(suffix)) is not None and not (root / name).exists()
     ]
 
 
-def published(root: Path) -> list[Path]:
+def list_published(root: Path) -> list[Path]:
     """The folders under `root` that carry a checkpoint's name, newest first."""
     if not root.is_dir():
         return []
-    steps = {step: path for path in root.iterdir() if (step := step_of(path.name)) is not None}
+    steps = {step: path for path in root.iterdir() if (step := parse_step(path.name)) is not None}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 
@@ -195,7 +195,7 @@ def is_shared_by_ranks(name: str) -> bool:
     return name.endswith("_model_states.pt") and _RANK.search(name) is None
 
 
-def owner(name: str) -> int:
+def owner_rank(name: str) -> int:
     """The rank that writes, syncs and checks a file: the one in its name, or rank 0."""
     match = _RANK.search(name)
     return int(match[1]) if match else 0

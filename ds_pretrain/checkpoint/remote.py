@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, step_name, step_of
-from ds_pretrain.core.distributed import environment_values
+from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_step, step_name
+from ds_pretrain.core.distributed import read_environment_values
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import copied_beside, make_synced, sync_folder, write_atomic, write_point
-from ds_pretrain.core.redact import is_secret, scrubbed, secret_options
+from ds_pretrain.core.files import copy_beside, make_synced, sync_folder, write_atomic, write_point
+from ds_pretrain.core.redact import find_secret_options, is_secret, scrub
 
 _CHUNK_BYTES = 1 << 24
 _UPLOADS_AT_ONCE = 4  # parts of one file: s3fs holds so many parts of 50 MB in memory
@@ -33,23 +33,25 @@ _LONGEST_REASON = 500  # characters
 class Remote:
     """A place for copies of checkpoints. What its methods raise is an OSError without credentials in it."""
 
-    place: str
+    location: str
     _fs: Any
     _root: str
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """The steps of the checkpoints there, newest first."""
-        return [step for step in self.folders() if self.size(step, MANIFEST) is not None]
+        return [step for step in self.list_folders() if self.get_size(step, MANIFEST) is not None]
 
-    def folders(self) -> list[int]:
+    def list_folders(self) -> list[int]:
         """The steps of which anything is there, newest first; without a manifest they are no checkpoints."""
-        return sorted({step for name in self._names(self._root) if (step := step_of(name)) is not None})[::-1]
+        return sorted({step for name in self._names(self._root) if (step := parse_step(name)) is not None})[
+            ::-1
+        ]
 
-    def names(self, step: int) -> list[str]:
+    def list_names(self, step: int) -> list[str]:
         """What lies directly in the folder of a step."""
         return self._names(self._path(step))
 
-    def unfinished(self, step: int) -> list[str]:
+    def list_unfinished(self, step: int) -> list[str]:
         """What killed uploads left in the folder of a step, and running ones are about to rename."""
         if not self._is_local:
             return []  # an object is there once it is whole
@@ -58,7 +60,7 @@ class Remote:
             found = [path for path in folder.rglob(".*") if path.is_file()]
         return sorted(path.relative_to(folder).as_posix() for path in found)
 
-    def size(self, step: int, name: str) -> int | None:
+    def get_size(self, step: int, name: str) -> int | None:
         """The bytes of a file; None if it is not there."""
         with self._said(f"look at {name} of step {step}"):
             self._fs.invalidate_cache()
@@ -80,7 +82,7 @@ class Remote:
         with self._said(f"write {name} of step {step}"):
             self._replace(self._in_folder(step, name), content)
 
-    def label(self) -> bytes | None:
+    def read_label(self) -> bytes | None:
         """Whose checkpoints lie here; None if nobody has said: a killed writer may have left it empty."""
         with self._said(f"read {_LABEL}"):
             try:
@@ -88,17 +90,17 @@ class Remote:
             except FileNotFoundError:
                 return None
 
-    def set_label(self, content: bytes) -> None:
+    def write_label(self, content: bytes) -> None:
         """Say whose checkpoints lie here."""
         with self._said(f"write {_LABEL}"):
             self._replace(f"{self._root}/{_LABEL}", content)
 
-    def put(self, path: Path, step: int, name: str) -> FileEntry:
+    def upload(self, path: Path, step: int, name: str) -> FileEntry:
         """Upload a file of any size, and sum what arrived by reading it back."""
         with self._said(f"upload {name} of step {step}"):
             there = self._in_folder(step, name)
             if self._is_local:
-                unfinished = copied_beside(path, Path(there))
+                unfinished = copy_beside(path, Path(there))
                 write_point("remote copied")
                 unfinished.replace(there)
                 sync_folder(unfinished.parent)
@@ -106,7 +108,7 @@ class Remote:
                 self._fs.put_file(str(path), there)
         arrived = self.entry(step, name)
         if arrived is None:
-            raise OSError(f"{self.place}: {name} of step {step} is not there after its upload")
+            raise OSError(f"{self.location}: {name} of step {step} is not there after its upload")
         return arrived
 
     def entry(self, step: int, name: str) -> FileEntry | None:
@@ -116,7 +118,7 @@ class Remote:
         except FileNotFoundError:
             return None
 
-    def fetch(self, step: int, name: str, path: Path) -> FileEntry:
+    def download(self, step: int, name: str, path: Path) -> FileEntry:
         """Download to `path`, synced; what arrived is summed while it streams.
 
         Raises:
@@ -151,7 +153,7 @@ class Remote:
 
     @property
     def _is_local(self) -> bool:
-        return "file" in _protocols(self._fs)
+        return "file" in _list_protocols(self._fs)
 
     def _replace(self, path: str, content: bytes) -> None:
         if self._is_local:
@@ -167,7 +169,7 @@ class Remote:
         path = self._path(step, name)
         if self._is_local:
             make_synced(Path(path).parent)
-        elif not _protocols(self._fs) & _WITHOUT_FOLDERS:
+        elif not _list_protocols(self._fs) & _WITHOUT_FOLDERS:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
 
@@ -202,7 +204,9 @@ class Remote:
         try:
             yield
         except Exception as error:
-            raise _kind(error)(f"{self.place}: cannot {doing}: {_reason(error, self._fs)}") from None
+            raise _classify_error(error)(
+                f"{self.location}: cannot {doing}: {_describe_error(error, self._fs)}"
+            ) from None
 
 
 def open_remote(place: str) -> Remote:
@@ -211,19 +215,20 @@ def open_remote(place: str) -> Remote:
     Raises:
         InputError: its kind of store is unknown or not installed, or it cannot be reached or written.
     """
-    setting = _setting(place)
+    setting = _name_setting(place)
     fs, root = _open(place, setting)
     probe = f"{root}/.ds_pretrain-probe-{uuid.uuid4().hex}"
     content = b"written by ds_pretrain to see that checkpoints can be copied here\n"
     try:
-        if not _protocols(fs) & _WITHOUT_FOLDERS:
+        if not _list_protocols(fs) & _WITHOUT_FOLDERS:
             fs.makedirs(root, exist_ok=True)
         fs.pipe_file(probe, content)
         found = fs.cat_file(probe)
         fs.rm_file(probe)
     except Exception as error:
         raise InputError(
-            f"{setting}: a small object cannot be written, read and removed there ({_reason(error, fs)}); "
+            f"{setting}: a small object cannot be written, read and removed there "
+            f"({_describe_error(error, fs)}); "
             "check the name, that the place exists, and that this host has credentials that may write and "
             "delete there"
         ) from None
@@ -232,23 +237,23 @@ def open_remote(place: str) -> Remote:
     return Remote(place, fs, root)
 
 
-def remote_at(place: str) -> Remote:
+def reopen_remote(place: str) -> Remote:
     """A place that another rank has opened and proved. Raises InputError as `open_remote` does."""
-    return Remote(place, *_open(place, _setting(place)))
+    return Remote(place, *_open(place, _name_setting(place)))
 
 
-def folder_as_remote(folder: Path) -> Remote:
+def open_folder_as_remote(folder: Path) -> Remote:
     """A folder of this host."""
-    return remote_at(str(folder.absolute()))
+    return reopen_remote(str(folder.absolute()))
 
 
-def without_secrets(text: str, options: object = None) -> str:
+def hide_secrets(text: str, options: object = None) -> str:
     """`text` without the credentials of this process's environment, and those in a store's options."""
-    return scrubbed(text, (*environment_values(is_secret), *secret_options(options)))
+    return scrub(text, (*read_environment_values(is_secret), *find_secret_options(options)))
 
 
-def _setting(place: str) -> str:
-    return f"checkpoint.upload_to = {without_secrets(place)}"
+def _name_setting(place: str) -> str:
+    return f"checkpoint.upload_to = {hide_secrets(place)}"
 
 
 def _open(place: str, setting: str) -> tuple[Any, str]:
@@ -276,7 +281,8 @@ def _open(place: str, setting: str) -> tuple[Any, str]:
         ) from None
     except Exception as error:
         raise InputError(
-            f"{setting}: it cannot be opened ({_reason(error, None)}); check the URL and the configuration "
+            f"{setting}: it cannot be opened ({_describe_error(error, None)}); check the URL and the "
+            f"configuration "
             "of the store on this host"
         ) from None
     if hasattr(fs, "max_concurrency"):
@@ -284,17 +290,17 @@ def _open(place: str, setting: str) -> tuple[Any, str]:
     return fs, root.rstrip("/")
 
 
-def _protocols(fs: Any) -> set[str]:
+def _list_protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
-def _kind(error: Exception) -> type[OSError]:
+def _classify_error(error: Exception) -> type[OSError]:
     kinds = (FileNotFoundError, NotADirectoryError, PermissionError, TimeoutError, ConnectionError)
     return next((kind for kind in kinds if isinstance(error, kind)), OSError)
 
 
-def _reason(error: Exception, fs: Any) -> str:
+def _describe_error(error: Exception, fs: Any) -> str:
     """One line that says what happened, and no credential."""
     words = " ".join(str(error).split())
     text = words if isinstance(error, OSError) and words else f"{type(error).__name__}: {words}".rstrip(": ")
-    return without_secrets(text, getattr(fs, "storage_options", None))[:_LONGEST_REASON]
+    return hide_secrets(text, getattr(fs, "storage_options", None))[:_LONGEST_REASON]

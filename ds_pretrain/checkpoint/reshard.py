@@ -35,22 +35,22 @@ from ds_pretrain.checkpoint.manifest import (
     UNIVERSAL_MANIFEST,
     FileEntry,
     UniversalManifest,
-    cache_of,
-    workspace_of,
+    unfinished_universal_folder,
+    universal_folder,
 )
-from ds_pretrain.checkpoint.shards import KINDS, SHARD_ENDINGS, Source, open_shards
-from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.checkpoint.shards import KINDS, SHARD_ENDINGS, ShardedCheckpoint, open_shards
+from ds_pretrain.core.errors import InputError, RunError, mark_agreed
 from ds_pretrain.core.files import (
     FileLock,
     available_memory_bytes,
-    checksum,
+    compute_checksum,
     free_bytes,
     sync_folder,
     write_atomic,
     write_point,
 )
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.text import format_count_of
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _COUNTERS = ("dp_world_size", "mp_world_size", "global_steps", "global_samples", "skipped_steps")
@@ -81,7 +81,7 @@ class Universal:
     manifest: UniversalManifest  # without groups and files where something else wrote it
 
 
-def layout_changes(
+def find_layout_changes(
     saved: Mapping[str, Any], saved_world: int, config: Mapping[str, Any], world_size: int
 ) -> list[str]:
     """Why shards of one DeepSpeed JSON and world do not fit another ("ranks 2 -> 3"); empty if they do.
@@ -91,7 +91,7 @@ def layout_changes(
     """
     changes = [f"ranks {saved_world} -> {world_size}"] if saved_world != world_size else []
     for path, default in _LAYOUT.items():
-        before, after = _setting(saved, path, default), _setting(config, path, default)
+        before, after = _get_setting(saved, path, default), _get_setting(config, path, default)
         if before != after:
             changes.append(f"{'.'.join(path)} {before} -> {after}")
     if changes:
@@ -99,7 +99,7 @@ def layout_changes(
     return changes
 
 
-def _setting(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> Any:
+def _get_setting(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> Any:
     value: Any = config
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -108,7 +108,7 @@ def _setting(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> 
 
 def _refuse_unbridgeable(saved: Mapping[str, Any], config: Mapping[str, Any], changes: list[str]) -> None:
     problems = []
-    before, after = (str(_setting(c, ("optimizer", "type"), None)) for c in (saved, config))
+    before, after = (str(_get_setting(c, ("optimizer", "type"), None)) for c in (saved, config))
     if before != after and not {before, after} <= {"Adam", "AdamW"}:
         problems.append(
             f"optimizer.type changed from {before} to {after}: what one remembers means nothing to the "
@@ -116,13 +116,13 @@ def _refuse_unbridgeable(saved: Mapping[str, Any], config: Mapping[str, Any], ch
         )
     for section in ("offload_optimizer", "offload_param"):
         path = ("zero_optimization", section, "device")
-        if "nvme" in (_setting(saved, path, "none"), _setting(config, path, "none")):
+        if "nvme" in (_get_setting(saved, path, "none"), _get_setting(config, path, "none")):
             problems.append(
                 f"zero_optimization.{section}.device = nvme: DeepSpeed cannot convert what it swapped out "
                 f"({', '.join(changes)}); start with what the checkpoint was saved with"
             )
     if problems:
-        raise agreed(InputError(problems))
+        raise mark_agreed(InputError(problems))
 
 
 def convert(folder: Path) -> Path:
@@ -134,14 +134,14 @@ def convert(folder: Path) -> Path:
         InputError: it cannot be converted, another program does it now, or the disk is too small.
         RunError: DeepSpeed's tool failed (its last words are in the message), or its result is not right.
     """
-    cache = cache_of(folder).name
+    cache = universal_folder(folder).name
     busy = f"{folder} is being converted by another program; wait until {cache} is there"
     with FileLock(folder, lambda _: busy):  # a second conversion would throw away the work of the first
         return _convert(folder)
 
 
 def _convert(folder: Path) -> Path:
-    target, workspace = cache_of(folder), workspace_of(folder)
+    target, workspace = universal_folder(folder), unfinished_universal_folder(folder)
     _check_space(folder)
     source = _open_convertible(folder)
     for leftover in (workspace, target):
@@ -152,7 +152,7 @@ def _convert(folder: Path) -> Path:
     write_point("convert_begin")
     _run_tool(folder, result, source)
     write_point("convert_check")
-    steps = _steps(source)
+    steps = _read_optimizer_steps(source)
     _finish_parameters(source, result / "zero", steps)
     write_point("convert_global")
     _write_global(source, result, steps)
@@ -167,7 +167,7 @@ def _convert(folder: Path) -> Path:
     return target
 
 
-def _open_convertible(folder: Path) -> Source:
+def _open_convertible(folder: Path) -> ShardedCheckpoint:
     """The shards of a checkpoint that the universal format can hold.
 
     Raises:
@@ -175,7 +175,7 @@ def _open_convertible(folder: Path) -> Source:
     """
     source = open_shards(folder)
     states = source.optimizer(0)["state"]
-    ranks = counted(len(source.shards), "rank")
+    ranks = format_count_of(len(source.shards), "rank")
     if not states:
         raise InputError(
             f"{folder} was saved before the first applied update: its optimizer is empty, which DeepSpeed "
@@ -201,7 +201,7 @@ def _check_space(folder: Path) -> None:
         )
 
 
-def _run_tool(folder: Path, result: Path, source: Source) -> None:
+def _run_tool(folder: Path, result: Path, source: ShardedCheckpoint) -> None:
     largest = max(path.stat().st_size for path in folder.glob("*_optim_states.pt"))
     cores = len(os.sched_getaffinity(0))
     free = available_memory_bytes()
@@ -226,11 +226,11 @@ def _run_tool(folder: Path, result: Path, source: Source) -> None:
         last_words = "\n".join(done.stdout.strip().splitlines()[-15:])
         raise RunError(
             f"DeepSpeed could not convert {folder} (exit code {done.returncode}); it is unharmed, and can be "
-            f"started on {counted(len(source.shards), 'rank')}. DeepSpeed said:\n{last_words}"
+            f"started on {format_count_of(len(source.shards), 'rank')}. DeepSpeed said:\n{last_words}"
         )
 
 
-def _steps(source: Source) -> int:
+def _read_optimizer_steps(source: ShardedCheckpoint) -> int:
     """How many updates the optimizer counts: one number for all, or the checkpoint is damaged."""
     counts = source.steps()
     if len(counts) != 1:
@@ -240,7 +240,7 @@ def _steps(source: Source) -> int:
     return counts.pop()
 
 
-def _finish_parameters(source: Source, zero: Path, steps: int) -> None:
+def _finish_parameters(source: ShardedCheckpoint, zero: Path, steps: int) -> None:
     """Make every parameter's files loadable by every stage, and compare them with the shards."""
     for path in zero.iterdir():
         if path.is_dir() and path.name not in source.names:
@@ -259,7 +259,7 @@ def _finish_parameters(source: Source, zero: Path, steps: int) -> None:
         )
 
 
-def _finish(source: Source, folder: Path, kind: str) -> str | None:
+def _finish(source: ShardedCheckpoint, folder: Path, kind: str) -> str | None:
     """Compare one tensor of a parameter, bit for bit; why it is not that of the shards, if it is not."""
     name, path, position = folder.name, folder / f"{kind}.pt", 0
     if not path.is_file():
@@ -280,7 +280,7 @@ def _finish(source: Source, folder: Path, kind: str) -> str | None:
     return None
 
 
-def _write_global(source: Source, result: Path, steps: int) -> None:
+def _write_global(source: ShardedCheckpoint, result: Path, steps: int) -> None:
     options = source.options
     state = {0: {"step": torch.tensor(float(steps))}}
     torch.save(
@@ -306,7 +306,7 @@ def _write_global(source: Source, result: Path, steps: int) -> None:
         )
 
 
-def _carry_over(source: Source, result: Path) -> None:
+def _carry_over(source: ShardedCheckpoint, result: Path) -> None:
     """Copy what is not DeepSpeed's: random streams, the run's state and texts."""
     shutil.copyfile(source.folder / MANIFEST, result / SOURCE_MANIFEST)
     for name in source.manifest.files:
@@ -315,16 +315,16 @@ def _carry_over(source: Source, result: Path) -> None:
             shutil.copyfile(source.folder / name, result / name)
 
 
-def _list_files(result: Path, source: Source, steps: int) -> UniversalManifest:
+def _list_files(result: Path, source: ShardedCheckpoint, steps: int) -> UniversalManifest:
     paths = sorted(path for path in result.rglob("*") if path.is_file())
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        sums = list(pool.map(checksum, paths))
+        sums = list(pool.map(compute_checksum, paths))
     return UniversalManifest(
         step=source.manifest.step,
         optimizer_steps=steps,
         world_size=len(source.shards),
         zero_stage=source.stage,
-        source=checksum(source.folder / MANIFEST),
+        source=compute_checksum(source.folder / MANIFEST),
         groups=tuple(source.groups()),
         files={
             path.relative_to(result).as_posix(): FileEntry(path.stat().st_size, digest)

@@ -11,35 +11,35 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ds_pretrain.checkpoint.manifest import (
+    ABANDONED,
     BROKEN,
-    DOOMED,
-    LEFT,
+    EXPIRED,
     MANIFEST,
     SOURCE_MANIFEST,
     Manifest,
+    list_published,
     parse_manifest,
-    published,
+    parse_step,
     step_name,
-    step_of,
 )
-from ds_pretrain.checkpoint.reshard import layout_changes
+from ds_pretrain.checkpoint.reshard import find_layout_changes
 from ds_pretrain.checkpoint.retention import PINNED
 from ds_pretrain.checkpoint.rng import load_streams
-from ds_pretrain.checkpoint.storage import Places
-from ds_pretrain.checkpoint.universal import UniversalShards, open_foreign, prepared
+from ds_pretrain.checkpoint.storage import StorageLayout
+from ds_pretrain.checkpoint.universal import UniversalShards, open_foreign, prepare_universal
 from ds_pretrain.checkpoint.universal import load as load_universal
 from ds_pretrain.checkpoint.verify import (
     Found,
     assemble,
-    broken_reason,
-    found_at_step,
-    found_in_folder,
+    find_at_step,
+    find_damage,
+    find_in_folder,
     look_everywhere,
     recover,
     rename_broken,
 )
-from ds_pretrain.core.distributed import EVERY_RANK, World, log, on_main
-from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.core.distributed import EVERY_RANK, World, log, run_on_main
+from ds_pretrain.core.errors import InputError, RunError, mark_agreed
 from ds_pretrain.core.state import RunState
 
 
@@ -50,24 +50,24 @@ class Shards(UniversalShards, Protocol):
 
 
 def find(
-    places: Places, world: World, is_left: Callable[[RunState], bool] = lambda state: False
+    places: StorageLayout, world: World, is_left: Callable[[RunState], bool] = lambda state: False
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
     What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
     named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has
-    given up, is passed over; `leave` gives it up.
+    given up, is passed over; `discard_after` gives it up.
 
     Raises:
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = look_everywhere(places.root, world, lambda: _steps_here(places, world))
+    told = look_everywhere(places.root, world, lambda: _list_local_steps(places, world))
     remote = places.remote if world.is_main else None
-    shipped = look_everywhere(places.root, world, lambda: [] if remote is None else remote.steps())[0]
+    shipped = look_everywhere(places.root, world, lambda: [] if remote is None else remote.list_steps())[0]
     passed_over: list[int] = []
     for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
-        outcome = found_at_step(places, step, world)
+        outcome = find_at_step(places, step, world)
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
                 return outcome
@@ -83,7 +83,7 @@ def find(
             f"; those of steps {steps} do, but the watchdog has gone back behind them: "
             'after a stop watchdog.mode = "observe" goes on from there'
         )
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"no checkpoint in {places.root} verifies (what does not was named and set aside as "
                 f"*{BROKEN}{but if steps else ''}); a run never silently starts again at step 0: put an "
@@ -93,20 +93,20 @@ def find(
     return None
 
 
-def leave(places: Places, to_step: int, world: World) -> None:
+def discard_after(places: StorageLayout, to_step: int, world: World) -> None:
     """Give up the checkpoints after `to_step`, here and at the place: the run went back.
 
     They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
     """
-    if places.leads(world):
-        for folder in published(places.root):
-            if (step_of(folder.name) or 0) > to_step:
+    if places.is_leader(world):
+        for folder in list_published(places.root):
+            if (parse_step(folder.name) or 0) > to_step:
                 with contextlib.suppress(OSError):
-                    folder.rename(_name_of_left(folder))
+                    folder.rename(_abandoned_name(folder))
     if places.remote is not None and world.is_main:
         try:
-            for step in places.remote.steps():
-                if step > to_step and places.remote.size(step, PINNED) is None:
+            for step in places.remote.list_steps():
+                if step > to_step and places.remote.get_size(step, PINNED) is None:
                     places.remote.remove(step, MANIFEST)
         except OSError as error:
             log.warning(
@@ -114,10 +114,10 @@ def leave(places: Places, to_step: int, world: World) -> None:
             )
 
 
-def _name_of_left(folder: Path) -> Path:
+def _abandoned_name(folder: Path) -> Path:
     if not (folder / PINNED).exists():
-        return folder.with_name(f"{folder.name}{DOOMED}")
-    names = (folder.with_name(f"{folder.name}{LEFT}{number}") for number in itertools.count(1))
+        return folder.with_name(f"{folder.name}{EXPIRED}")
+    names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in itertools.count(1))
     free = next(name for name in names if not name.exists())
     log.warning(
         f"{folder.name} is pinned, and of a branch that the run has left: it is kept as {free.name}",
@@ -126,17 +126,17 @@ def _name_of_left(folder: Path) -> Path:
     return free
 
 
-def newest_intact(root: Path, step: int | None = None) -> Path:
+def find_newest_intact(root: Path, step: int | None = None) -> Path:
     """The newest checkpoint (or that of `step`) whose manifest verifies, read by this process alone.
 
     Raises:
         InputError: there is none; each that does not verify is named with its reason. Nothing is moved.
     """
     reasons = []
-    for folder in published(root):
-        if step is not None and step_of(folder.name) != step:
+    for folder in list_published(root):
+        if step is not None and parse_step(folder.name) != step:
             continue
-        reason = broken_reason(folder)
+        reason = find_damage(folder)
         if reason is None:
             return folder
         reasons.append(f"{folder}: {reason}")
@@ -144,7 +144,7 @@ def newest_intact(root: Path, step: int | None = None) -> Path:
     raise InputError([f"{root} does not hold {wanted} that verifies; train first, or name another", *reasons])
 
 
-def elsewhere(path: Path, accept_missing: Collection[str], world: World) -> Found:
+def open_external(path: Path, accept_missing: Collection[str], world: World) -> Found:
     """The checkpoint at a place: one of ours, or a universal one, also of DeepSpeed's own tool. Collective.
 
     Args:
@@ -153,11 +153,11 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World) -> Foun
     Raises:
         InputError: it is none, does not verify, or lacks something that was not allowed.
     """
-    if on_main(world, lambda: (path / MANIFEST).is_file()):
-        outcome = found_in_folder(path, world)
+    if run_on_main(world, lambda: (path / MANIFEST).is_file()):
+        outcome = find_in_folder(path, world)
         if isinstance(outcome, Found):
             return outcome
-        raise agreed(InputError(f"{path} does not verify: {outcome}; name another checkpoint"))
+        raise mark_agreed(InputError(f"{path} does not verify: {outcome}; name another checkpoint"))
     form = open_foreign(path, accept_missing, world)
     if (path / SOURCE_MANIFEST).is_file():
         manifest = parse_manifest((path / SOURCE_MANIFEST).read_text(encoding="utf-8"))
@@ -179,7 +179,7 @@ def elsewhere(path: Path, accept_missing: Collection[str], world: World) -> Foun
     return Found(path, manifest, form.state, universal=form)
 
 
-def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World) -> Found:
+def reshard_if_needed(found: Found, config: Mapping[str, Any], places: StorageLayout, world: World) -> Found:
     """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
 
     Before the model is built. `config` is the DeepSpeed JSON of this start.
@@ -190,16 +190,16 @@ def fitted(found: Found, config: Mapping[str, Any], places: Places, world: World
     """
     if found.deepspeed is None:
         return found
-    changes = layout_changes(found.deepspeed, found.manifest.world_size, config, world.size)
+    changes = find_layout_changes(found.deepspeed, found.manifest.world_size, config, world.size)
     if not changes:
         return found
     folder = found.folder
     if places.per_host and folder.parent == places.root:
         outcome = assemble(places, found.manifest, found.text, world)
         if not isinstance(outcome, Path):
-            raise agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
+            raise mark_agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
         folder = outcome
-    return replace(found, universal=prepared(folder, changes, world))
+    return replace(found, universal=prepare_universal(folder, changes, world))
 
 
 def restore(found: Found, shards: Shards, seed: int, world: World) -> RunState:
@@ -219,20 +219,20 @@ def restore(found: Found, shards: Shards, seed: int, world: World) -> RunState:
     return found.state
 
 
-def _steps_here(places: Places, world: World) -> tuple[list[int], bool]:
+def _list_local_steps(places: StorageLayout, world: World) -> tuple[list[int], bool]:
     """The steps in this host's folder, and whether something was set aside there before; on its leader."""
-    if not places.leads(world):
+    if not places.is_leader(world):
         return [], False
     for line in recover(places.root):
         log.warning(line, extra=EVERY_RANK)
-    steps = [step for folder in published(places.root) if (step := step_of(folder.name)) is not None]
+    steps = [step for folder in list_published(places.root) if (step := parse_step(folder.name)) is not None]
     return steps, any(places.root.glob(f"step_*{BROKEN}*"))
 
 
-def _set_aside(places: Places, step: int, reason: str, world: World) -> None:
+def _set_aside(places: StorageLayout, step: int, reason: str, world: World) -> None:
     """Rename what there is of a broken checkpoint, on every host. Collective."""
     folder = places.root / step_name(step)
-    leads = places.leads(world)
+    leads = places.is_leader(world)
     told = look_everywhere(
         folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
     )

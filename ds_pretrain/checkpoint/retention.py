@@ -12,13 +12,13 @@ from time import monotonic
 from typing import Any
 
 from ds_pretrain.checkpoint.manifest import (
-    DOOMED,
+    EXPIRED,
     MANIFEST,
     PARTIAL,
     RUN_STATE,
-    orphans,
-    published,
-    step_of,
+    find_orphaned_universals,
+    list_published,
+    parse_step,
 )
 from ds_pretrain.config.timeline import Duration, Multiples
 from ds_pretrain.core.distributed import EVERY_RANK, log
@@ -26,8 +26,8 @@ from ds_pretrain.core.files import write_point
 from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
-CALM = "known_good"  # a file in a checkpoint's folder: enough healthy steps came after it
-SHIPPED = "uploaded"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
+KNOWN_GOOD = "known_good"  # a file in a checkpoint's folder: enough healthy steps came after it
+UPLOADED = "uploaded"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
 
 
 class WallClock:
@@ -46,7 +46,7 @@ class WallClock:
         self._since = monotonic()
 
 
-def is_left(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
+def is_marked_abandoned(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
     """True if a checkpoint is of a branch that the run has left, or cannot be read."""
     try:
         return is_abandoned(RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")), rollbacks)
@@ -54,7 +54,7 @@ def is_left(folder: Path, rollbacks: Sequence[Rollback]) -> bool:
         return True
 
 
-def doomed(
+def select_expired(
     steps: Sequence[int], *, keep: int, keep_every: Multiples | None, protected: Collection[int]
 ) -> list[int]:
     """The steps to delete: all but the newest `keep`, the first at or after each multiple, the protected."""
@@ -76,19 +76,21 @@ def prune(
     only_shipped: bool = False,
     num_calm: int = 1,
 ) -> None:
-    """Delete what `doomed` says, universal forms too, and what killed saves left. On rank 0, after a save.
+    """Delete what `select_expired` says, universal forms too, and what killed saves left. On rank 0, after a save.
 
     With `only_shipped`, one that is not whole at the other place yet stays until `2 * keep` newer ones are
     here: a store that does not answer must not fill the disk. The newest `num_calm` calm ones stay too: what
     the watchdog may go back to.
     """
-    folders = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
-    unshipped = {step for step, folder in folders.items() if only_shipped and not is_shipped(folder)}
-    abandoned = doomed(list(folders), keep=2 * keep, keep_every=keep_every, protected=())
+    folders = {
+        step: folder for folder in list_published(root) if (step := parse_step(folder.name)) is not None
+    }
+    unshipped = {step for step, folder in folders.items() if only_shipped and not is_uploaded(folder)}
+    abandoned = select_expired(list(folders), keep=2 * keep, keep_every=keep_every, protected=())
     pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
-    calm = sorted(step for step, folder in folders.items() if (folder / CALM).exists())
+    calm = sorted(step for step, folder in folders.items() if (folder / KNOWN_GOOD).exists())
     protected = pinned | set(calm[-num_calm:]) | (unshipped - set(abandoned))
-    for step in doomed(list(folders), keep=keep, keep_every=keep_every, protected=protected):
+    for step in select_expired(list(folders), keep=keep, keep_every=keep_every, protected=protected):
         if step in unshipped:
             log.warning(
                 f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
@@ -98,13 +100,13 @@ def prune(
             )
         try:
             write_point("prune")
-            folders[step].rename(folders[step].with_name(f"{folders[step].name}{DOOMED}"))
+            folders[step].rename(folders[step].with_name(f"{folders[step].name}{EXPIRED}"))
         except OSError as error:
             log.warning(
                 f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on",
                 extra=EVERY_RANK,
             )
-    for torn in (*root.glob(f"*{PARTIAL}"), *orphans(root)):
+    for torn in (*root.glob(f"*{PARTIAL}"), *find_orphaned_universals(root)):
         try:
             write_point("delete")
             shutil.rmtree(torn)
@@ -121,21 +123,21 @@ def read_branches(mark: bytes) -> list[tuple[str, str]]:
         return []
 
 
-def is_shipped(folder: Path) -> bool:
+def is_uploaded(folder: Path) -> bool:
     """True if this very checkpoint is whole where copies go."""
-    return read_mark(folder, SHIPPED) is not None
+    return read_mark(folder, UPLOADED) is not None
 
 
 def read_mark(folder: Path, name: str) -> dict[str, Any] | None:
     """A mark in a folder, if it is of the manifest there: a later save may have replaced the folder."""
     try:
         mark: Any = json.loads((folder / name).read_bytes())
-        belongs = mark["manifest"] == manifest_sum((folder / MANIFEST).read_bytes())
+        belongs = mark["manifest"] == manifest_checksum((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return mark if belongs else None
 
 
-def manifest_sum(text: bytes) -> str:
+def manifest_checksum(text: bytes) -> str:
     """What names a manifest, and so all that it lists, in marks."""
     return hashlib.sha256(text).hexdigest()

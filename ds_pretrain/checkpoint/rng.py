@@ -80,7 +80,7 @@ def rng_file(rank: int) -> str:
     return f"{RNG}/rank_{rank:05d}.pt"
 
 
-def rng_bytes() -> bytes:
+def dump_streams() -> bytes:
     """What a checkpoint holds of this rank's streams."""
     content = io.BytesIO()
     torch.save(capture_streams(), content)

@@ -26,10 +26,10 @@ from ds_pretrain.checkpoint.manifest import (
     Manifest,
     step_name,
 )
-from ds_pretrain.checkpoint.rng import RNG, rng_bytes, rng_file
+from ds_pretrain.checkpoint.rng import RNG, dump_streams, rng_file
 from ds_pretrain.checkpoint.snapshot import Buffers, Snapshot
-from ds_pretrain.checkpoint.storage import Places
-from ds_pretrain.core.distributed import World, from_main, gather_objects, gather_rows
+from ds_pretrain.checkpoint.storage import StorageLayout
+from ds_pretrain.core.distributed import World, broadcast_from_main, gather_objects, gather_rows
 from ds_pretrain.core.files import Capture, free_bytes, sync_folder, write_atomic, write_point
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import RunState
@@ -50,7 +50,7 @@ class Saveable(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended. `problem` says why it was not published; the same on every rank."""
 
     step: int
@@ -60,7 +60,7 @@ class Outcome:
     total_seconds: float
 
 
-class Stage(IntEnum):
+class SaveProgress(IntEnum):
     """How far work in the background is; a number, so that all ranks can share it in the row of a step."""
 
     RUNNING = 1
@@ -79,11 +79,11 @@ class BackgroundTask(Generic[Result]):
         self._thread.start()
 
     @property
-    def stage(self) -> Stage:
+    def progress(self) -> SaveProgress:
         """Where it stands; never waits."""
         if self._thread.is_alive():
-            return Stage.RUNNING
-        return Stage.FAILED if self.error is not None else Stage.DONE
+            return SaveProgress.RUNNING
+        return SaveProgress.FAILED if self.error is not None else SaveProgress.DONE
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when it is done or has failed, or after so many seconds."""
@@ -112,40 +112,40 @@ class Saves:
     """The saves of one run on one rank. Methods marked collective must be called by all ranks together."""
 
     def __init__(
-        self, places: Places, world: World, published: Callable[[int], None], expected_bytes: int = 0
+        self, places: StorageLayout, world: World, published: Callable[[int], None], expected_bytes: int = 0
     ) -> None:
         """`published` runs on a thread of each leader once a checkpoint is published on all hosts."""
         self._places, self._world, self._published = places, world, published
-        self._leads, self._root = places.leads(world), places.root
+        self._leads, self._root = places.is_leader(world), places.root
         self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
         self._buffers: Buffers = {}
         self._save: _InFlight | None = None
         self._after: BackgroundTask[None] | None = None  # what follows the last publication, on a leader
 
     @property
-    def stage(self) -> int:
+    def progress(self) -> int:
         """This rank's part of the save under way; 0 if there is none. For the row of a step."""
         if self._save is None:
             return 0
         if self._save.here is not None:
-            return int(self._save.publishing.stage if self._save.publishing else Stage.DONE)
-        return int(self._save.job.stage)
+            return int(self._save.publishing.progress if self._save.publishing else SaveProgress.DONE)
+        return int(self._save.job.progress)
 
     def begin(
         self, state: RunState, manifest: Manifest, texts: Mapping[str, str], engine: Saveable
-    ) -> Outcome | None:
+    ) -> SaveOutcome | None:
         """Snapshot `state` and start to write it; how the save ended, if it could not begin. Collective."""
         assert self._save is None, "one save at a time: `finish` the one before"
         self._wait_after()
         began = perf_counter()
-        manifest = from_main(self._world, manifest)  # one text on all hosts
+        manifest = broadcast_from_main(self._world, manifest)  # one text on all hosts
         unfinished = self._unfinished(state.step)
         refused = gather_objects(self._world, self._start(unfinished))
         problem = next((p for p in refused if p is not None), None)
         snapshot = Snapshot(self._buffers)
         if problem is None:
             problem = self._own(engine.save(self._root, unfinished.name, snapshot.capture))
-            snapshot.add(rng_bytes(), unfinished / rng_file(self._world.rank))
+            snapshot.add(dump_streams(), unfinished / rng_file(self._world.rank))
             if self._world.is_main:
                 for file, text in {**texts, RUN_STATE: state.to_json()}.items():
                     snapshot.add(text.encode(), unfinished / file)
@@ -164,20 +164,20 @@ class Saves:
         """The same on every rank."""
         return self._save is not None
 
-    def probed(self, step: int, probe: Probe) -> None:
+    def record_probe(self, step: int, probe: Probe) -> None:
         """Take the probe of the weights after `step` finished steps, if it is they that are being saved."""
         if self._save is not None and self._save.step == step and self._save.here is None:
             self._save.manifest = replace(self._save.manifest, probe=probe)
 
-    def advance(self, stages: Sequence[int]) -> Outcome | None:
+    def advance(self, stages: Sequence[int]) -> SaveOutcome | None:
         """Take the save as far as every rank's `stage` allows; how it ended, if it did. Collective."""
         save = self._save
-        if save is None or any(stage == Stage.RUNNING for stage in stages):
+        if save is None or any(stage == SaveProgress.RUNNING for stage in stages):
             return None
         if save.here is not None:
             return self._ended(save)
         problem = self._own(save.job.error)
-        leader, folder = self._places.leader(self._world), self._unfinished(save.step)
+        leader, folder = self._places.find_leader(self._world), self._unfinished(save.step)
         entries = save.job.result or {}  # nothing where it failed
         mine = (leader, {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()})
         told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
@@ -194,12 +194,12 @@ class Saves:
             )
         return None
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> SaveOutcome | None:
         """Wait until the save under way is published or has failed. Collective."""
         outcome = None
         while self._save is not None and outcome is None:
             (self._save.publishing or self._save.job).wait(_PATIENCE_SECONDS)
-            outcome = self.advance([int(s) for s in gather_rows(self._world, [self.stage])[:, 0]])
+            outcome = self.advance([int(s) for s in gather_rows(self._world, [self.progress])[:, 0]])
         self._wait_after()
         return outcome
 
@@ -219,7 +219,7 @@ class Saves:
             return str(error)
         return None
 
-    def _ended(self, save: _InFlight) -> Outcome:
+    def _ended(self, save: _InFlight) -> SaveOutcome:
         error = save.publishing.error if save.publishing else None
         problems = [p for p in gather_objects(self._world, self._own(error)) if p is not None]
         self._save = None
@@ -232,13 +232,13 @@ class Saves:
             self._after = BackgroundTask(partial(self._published, save.step), "after a save")
         assert save.here is not None
         self._expected_bytes = sum(entry.bytes for entry in save.here.values())
-        return Outcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
+        return SaveOutcome(save.step, None, save.manifest.total_bytes, save.stall_seconds, total)
 
-    def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> Outcome:
+    def _failed(self, step: int, problems: Sequence[str], stall_seconds: float, began: float) -> SaveOutcome:
         if self._leads:
             shutil.rmtree(self._unfinished(step), ignore_errors=True)
         told = "; ".join(dict.fromkeys(problems))
-        return Outcome(step, told, 0, stall_seconds, perf_counter() - began)
+        return SaveOutcome(step, told, 0, stall_seconds, perf_counter() - began)
 
     def _wait_after(self) -> None:
         if self._after is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, Group, Manifest, owner, parse_manifest
-from ds_pretrain.core.distributed import share_of
+from ds_pretrain.checkpoint.manifest import MANIFEST, Group, Manifest, owner_rank, parse_manifest
+from ds_pretrain.core.distributed import compute_partition
 from ds_pretrain.core.errors import InputError
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -32,7 +32,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardedCheckpoint:
     """The shards of a checkpoint, opened."""
 
     folder: Path
@@ -58,7 +58,7 @@ class Source:
         """The pieces of every parameter over the ranks' shards, in the order of its elements."""
         found: dict[str, list[Fragment]] = {name: [] for name in self.names}
         for rank in range(len(self.shards)):
-            for name, piece in _fragments_of_rank(self, rank):
+            for name, piece in _read_fragments_of_rank(self, rank):
                 found[name].append(piece)
         return found
 
@@ -157,7 +157,7 @@ class Source:
         return {name: module[name] for name in self.names if name in module}
 
 
-def open_shards(folder: Path) -> Source:
+def open_shards(folder: Path) -> ShardedCheckpoint:
     """Open the shards that a checkpoint's manifest lists. They are pickles: its checksums must have held.
 
     Raises:
@@ -165,7 +165,7 @@ def open_shards(folder: Path) -> Source:
         ValueError: the manifest is none.
     """
     manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
-    names = sorted(manifest.files, key=lambda name: (owner(name), name))  # in the order of their ranks
+    names = sorted(manifest.files, key=lambda name: (owner_rank(name), name))  # in the order of their ranks
     model_files, optim_files = (
         [folder / name for name in names if name.endswith(ending)] for ending in SHARD_ENDINGS
     )
@@ -174,7 +174,7 @@ def open_shards(folder: Path) -> Source:
     shards = [load_pickle(path)["optimizer_state_dict"] for path in optim_files]
     model = load_pickle(model_files[0])
     stage = int(shards[0].get("zero_stage", 1))
-    return Source(folder, manifest, stage, model["param_shapes"], shards, model, model_files)
+    return ShardedCheckpoint(folder, manifest, stage, model["param_shapes"], shards, model, model_files)
 
 
 def load_pickle(path: Path) -> Any:
@@ -182,7 +182,7 @@ def load_pickle(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
-def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragment]]:
+def _read_fragments_of_rank(source: ShardedCheckpoint, rank: int) -> Iterator[tuple[str, Fragment]]:
     if source.stage < 3:  # parameters of a group lie one behind the other, cut anywhere
         for index, addresses in enumerate(source.shards[rank]["param_slice_mappings"]):
             for name, address in addresses.items():
@@ -191,6 +191,6 @@ def _fragments_of_rank(source: Source, rank: int) -> Iterator[tuple[str, Fragmen
     for index, shapes in enumerate(source.shapes):  # every parameter is cut into equal shares
         start = 0
         for name, shape in shapes.items():
-            share = share_of(prod(shape), rank, len(source.shards))
+            share = compute_partition(prod(shape), rank, len(source.shards))
             yield name, Fragment(rank, index, start, share.length)
             start += share.padded

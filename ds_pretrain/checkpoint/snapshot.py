@@ -127,7 +127,7 @@ def write_summed(path: Path, value: Any) -> FileEntry:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        needed, free = _num_bytes(value, set()), free_bytes(path.parent)
+        needed, free = _count_bytes(value, set()), free_bytes(path.parent)
         raise OSError(
             error.errno,
             f"{error.strerror}: {path.name} needs {needed:,} bytes, and its disk has {free:,} left",
@@ -135,7 +135,7 @@ def write_summed(path: Path, value: Any) -> FileEntry:
     return FileEntry(summed.num_bytes, summed.digest.hexdigest())
 
 
-def _num_bytes(value: Any, seen: set[int]) -> int:
+def _count_bytes(value: Any, seen: set[int]) -> int:
     """What a file of `value` takes, about: its tensors, each once."""
     if isinstance(value, bytes):
         return len(value)
@@ -144,9 +144,9 @@ def _num_bytes(value: Any, seen: set[int]) -> int:
         seen.add(value.data_ptr())
         return value.nbytes if is_new else 0
     if isinstance(value, dict):
-        return sum(_num_bytes(item, seen) for item in value.values())
+        return sum(_count_bytes(item, seen) for item in value.values())
     if isinstance(value, list | tuple):
-        return sum(_num_bytes(item, seen) for item in value)
+        return sum(_count_bytes(item, seen) for item in value)
     return 0
 
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_pretrain.checkpoint.manifest import FileEntry, Manifest, is_shared_by_ranks, owner
+from ds_pretrain.checkpoint.manifest import FileEntry, Manifest, is_shared_by_ranks, owner_rank
 from ds_pretrain.checkpoint.remote import Remote
 from ds_pretrain.core.distributed import World
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import compute_checksum
 
 Verify = Literal["full", "sizes"]
 ASSEMBLED = "assembled"  # in the run directory: checkpoints put together from what the hosts have
 
 
 @dataclass(frozen=True)
-class Places:
+class StorageLayout:
     """Where to look. The same on every rank, up to what each host has in a folder of its own."""
 
     root: Path  # where this host saves
@@ -28,26 +28,26 @@ class Places:
     remote: Remote | None = None
     verify: Verify = "full"
 
-    def leads(self, world: World) -> bool:
+    def is_leader(self, world: World) -> bool:
         """True on the rank that creates, renames and removes in `root`."""
         return world.is_main or (self.per_host and world.local_rank == 0)
 
-    def leader(self, world: World) -> int:
+    def find_leader(self, world: World) -> int:
         """The rank that leads in this rank's `root`."""
         return world.rank - world.local_rank if self.per_host else 0
 
-    def share(self, manifest: Manifest, world: World) -> list[str]:
+    def assigned_files(self, manifest: Manifest, world: World) -> list[str]:
         """The files that this rank checks, and fetches to its host where they are missing."""
         if not self.per_host:
-            return [name for name in manifest.files if owner(name) % world.size == world.rank]
+            return [name for name in manifest.files if owner_rank(name) % world.size == world.rank]
         return [
             name
             for name in manifest.files
-            if owner(name) == world.rank or (world.local_rank == 0 and is_shared_by_ranks(name))
+            if owner_rank(name) == world.rank or (world.local_rank == 0 and is_shared_by_ranks(name))
         ]
 
 
-def wrong_file(folder: Path, name: str, entry: FileEntry, verify: Verify) -> str | None:
+def find_file_problem(folder: Path, name: str, entry: FileEntry, verify: Verify) -> str | None:
     """Why a file in a checkpoint's folder is not the one that the manifest lists; None if it is.
 
     Raises:
@@ -57,14 +57,14 @@ def wrong_file(folder: Path, name: str, entry: FileEntry, verify: Verify) -> str
         size = (folder / name).stat().st_size
         if size != entry.bytes:
             return f"{name} has {size:,} bytes, the manifest says {entry.bytes:,}"
-        if verify == "full" and checksum(folder / name) != entry.sha256:
+        if verify == "full" and compute_checksum(folder / name) != entry.sha256:
             return f"the checksum of {name} does not match the manifest"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{name} is listed and cannot be read ({error.strerror})"
     return None
 
 
-def first_wrong(folder: Path, files: Mapping[str, FileEntry], verify: Verify) -> str | None:
-    """Why the first file that is not as listed is not; None if all are. Raises OSError as `wrong_file`."""
-    reasons = (wrong_file(folder, name, entry, verify) for name, entry in files.items())
+def find_first_problem(folder: Path, files: Mapping[str, FileEntry], verify: Verify) -> str | None:
+    """Why the first file that is not as listed is not; None if all are. Raises OSError as `find_file_problem`."""
+    reasons = (find_file_problem(folder, name, entry, verify) for name, entry in files.items())
     return next((reason for reason in reasons if reason is not None), None)

@@ -18,16 +18,16 @@ from ds_pretrain.checkpoint.manifest import (
     RUN_STATE,
     UNIVERSAL_MANIFEST,
     UniversalManifest,
-    cache_of,
     parse_universal,
+    universal_folder,
 )
 from ds_pretrain.checkpoint.reshard import Universal, convert
 from ds_pretrain.checkpoint.rng import derive_streams, load_streams, rng_file
 from ds_pretrain.checkpoint.shards import load_pickle
-from ds_pretrain.checkpoint.storage import first_wrong
-from ds_pretrain.core.distributed import World, gather_objects, log, on_each_rank, on_main
-from ds_pretrain.core.errors import InputError, RunError, agreed
-from ds_pretrain.core.files import checksum
+from ds_pretrain.checkpoint.storage import find_first_problem
+from ds_pretrain.core.distributed import World, gather_objects, log, run_on_each_rank, run_on_main
+from ds_pretrain.core.errors import InputError, RunError, mark_agreed
+from ds_pretrain.core.files import compute_checksum
 from ds_pretrain.core.state import RunState
 
 Result = TypeVar("Result")
@@ -54,7 +54,9 @@ class UniversalShards(Protocol):
         ...
 
 
-def prepared(folder: Path, changes: list[str], world: World, poll_seconds: float = POLL_SECONDS) -> Universal:
+def prepare_universal(
+    folder: Path, changes: list[str], world: World, poll_seconds: float = POLL_SECONDS
+) -> Universal:
     """The universal form of a verified checkpoint: made now if none beside it verifies. Collective.
 
     Before any model is built. Rank 0 converts; others wait in short collectives, so that no timeout strikes.
@@ -63,12 +65,14 @@ def prepared(folder: Path, changes: list[str], world: World, poll_seconds: float
     Raises:
         InputError, RunError: on every rank, as `convert` does, or because one never sees the files.
     """
-    cache = cache_of(folder)
-    form, reason = on_main(world, lambda: _usable(folder, cache))
+    cache = universal_folder(folder)
+    form, reason = run_on_main(world, lambda: _find_usable(folder, cache))
     if form is not None:
         _await_sight(form, world, poll_seconds)
         manifest = form.manifest
-        found = on_each_rank(world, lambda: damage(cache, manifest, world), poll_seconds=poll_seconds)
+        found = run_on_each_rank(
+            world, lambda: find_universal_damage(cache, manifest, world), poll_seconds=poll_seconds
+        )
         reason = next((each for each in found if each is not None), None)
     changed = f"{folder.name} was saved otherwise ({', '.join(changes)})"
     if form is not None and reason is None:
@@ -79,10 +83,10 @@ def prepared(folder: Path, changes: list[str], world: World, poll_seconds: float
 
     def convert_once() -> None:
         if world.is_main:
-            _named(lambda: convert(folder), f"{doing} failed")
+            _name_failure(lambda: convert(folder), f"{doing} failed")
 
-    on_each_rank(world, convert_once, doing, poll_seconds)
-    form = on_main(world, lambda: _named(lambda: _read(cache), f"{cache} cannot be read"))
+    run_on_each_rank(world, convert_once, doing, poll_seconds)
+    form = run_on_main(world, lambda: _name_failure(lambda: _read(cache), f"{cache} cannot be read"))
     _await_sight(form, world, poll_seconds)
     return form
 
@@ -98,7 +102,7 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World)
     if manifest.groups:
         _refuse_other_groups(manifest, shards.group_members(), folder)
     wrong = shards.load_universal(folder.parent, folder.name, manifest.optimizer_steps)
-    on_each_rank(world, lambda: _refuse_wrong(wrong, folder))
+    run_on_each_rank(world, lambda: _refuse_wrong(wrong, folder))
     _restore_streams(universal, seed, world)
     return universal.state
 
@@ -112,12 +116,14 @@ def open_foreign(folder: Path, accept_missing: Collection[str], world: World) ->
     Raises:
         InputError: it is none, is damaged, or lacks something that was not allowed; all of that at once.
     """
-    on_each_rank(world, lambda: _refuse_foreign(folder, accept_missing, world))
-    lacking = on_main(world, lambda: _lacking(folder))
+    run_on_each_rank(world, lambda: _refuse_foreign(folder, accept_missing, world))
+    lacking = run_on_main(world, lambda: _find_missing(folder))
     for name in lacking:
         allowed_by = "--trust-pickle" if name == "manifest" else "accept_missing"
         log.warning(f"{folder} has no {name}, as {allowed_by} allows: {MISSING[name]}")
-    return on_main(world, lambda: _named(lambda: _read(folder, lacking), f"{folder} cannot be read"))
+    return run_on_main(
+        world, lambda: _name_failure(lambda: _read(folder, lacking), f"{folder} cannot be read")
+    )
 
 
 def read_universal(folder: Path) -> UniversalManifest:
@@ -125,41 +131,43 @@ def read_universal(folder: Path) -> UniversalManifest:
     return parse_universal((folder / UNIVERSAL_MANIFEST).read_text(encoding="utf-8"))
 
 
-def damage(folder: Path, manifest: UniversalManifest, world: World | None = None) -> str | None:
+def find_universal_damage(
+    folder: Path, manifest: UniversalManifest, world: World | None = None
+) -> str | None:
     """Why a universal checkpoint is not as listed: by all sizes, and by the checksums of a rank's share."""
     try:
-        reason = first_wrong(folder, manifest.files, "sizes")
+        reason = find_first_problem(folder, manifest.files, "sizes")
         if reason is None and world is not None:
             share = list(manifest.files.items())[world.rank :: world.size]
-            reason = first_wrong(folder, dict(share), "full")
+            reason = find_first_problem(folder, dict(share), "full")
     except OSError as error:
         reason = str(error)
     return None if reason is None else f"{folder.name}: {reason}"
 
 
-def _usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
+def _find_usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
     """The universal form beside a checkpoint, or why it cannot be used, by sizes. On rank 0."""
     if not (cache / UNIVERSAL_MANIFEST).is_file():
         return None, "there is no universal form yet"
     try:
         form = _read(cache)
-        if form.manifest.source != checksum(folder / MANIFEST):
+        if form.manifest.source != compute_checksum(folder / MANIFEST):
             return None, f"{cache.name} was made of another save of that step"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"{cache.name}: {error}"
-    reason = damage(cache, form.manifest)
+    reason = find_universal_damage(cache, form.manifest)
     return (form, None) if reason is None else (None, reason)
 
 
 def _read(folder: Path, lacking: Collection[str] = ()) -> Universal:
     """What a universal checkpoint says of itself, without those of `MISSING` that it lacks."""
-    manifest = _deepspeeds_counts(folder) if "manifest" in lacking else read_universal(folder)
+    manifest = _read_deepspeed_counts(folder) if "manifest" in lacking else read_universal(folder)
     if "run_state" in lacking:
         return Universal(folder, RunState(step=manifest.step), manifest)
     return Universal(folder, RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8")), manifest)
 
 
-def _named(act: Callable[[], Result], failed: str) -> Result:
+def _name_failure(act: Callable[[], Result], failed: str) -> Result:
     """Return what `act` returns; an error that does not say what failed becomes one that does."""
     try:
         return act()
@@ -178,7 +186,9 @@ def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
     deadline = monotonic() + SIGHT_SECONDS
 
     def look() -> None:
-        while (reason := damage(form.folder, form.manifest)) is not None and monotonic() < deadline:
+        while (
+            reason := find_universal_damage(form.folder, form.manifest)
+        ) is not None and monotonic() < deadline:
             sleep(poll_seconds)
             for folder in (form.folder.parent, form.folder):  # NFS looks anew at a folder that is opened
                 with contextlib.suppress(OSError):
@@ -189,7 +199,7 @@ def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
                 f"({reason}): let all ranks see the same folder, and start again"
             )
 
-    on_each_rank(world, look, poll_seconds=poll_seconds)
+    run_on_each_rank(world, look, poll_seconds=poll_seconds)
 
 
 def _refuse_wrong(wrong: list[str], folder: Path) -> None:
@@ -208,15 +218,15 @@ def _refuse_other_groups(
         gone, come = sorted(before - after), sorted(after - before)
         if gone or come:
             problems.append(
-                f"parameter group {name!r} is not that of {folder.name}: without {_listed(gone)}, with "
-                f"{_listed(come)} that it did not have; set the model and its options (decay_embeddings, "
+                f"parameter group {name!r} is not that of {folder.name}: without {_list_names(gone)}, with "
+                f"{_list_names(come)} that it did not have; set the model and its options (decay_embeddings, "
                 "qk_norm) back"
             )
     if problems:
-        raise agreed(InputError(problems))
+        raise mark_agreed(InputError(problems))
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
 
@@ -237,7 +247,7 @@ def _restore_streams(universal: Universal, seed: int, world: World) -> None:
         )
 
 
-def _lacking(folder: Path) -> list[str]:
+def _find_missing(folder: Path) -> list[str]:
     present = {
         "manifest": folder / UNIVERSAL_MANIFEST,
         "run_state": folder / RUN_STATE,
@@ -254,20 +264,20 @@ def _refuse_foreign(folder: Path, accept_missing: Collection[str], world: World)
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state`"
         )
     problems = []
-    for name in _lacking(folder):
+    for name in _find_missing(folder):
         allow = "start with --trust-pickle" if name == "manifest" else f"add {name!r} to accept_missing"
         if name not in accept_missing:
             problems.append(f"{folder} has no {name}: {MISSING[name]}; if that is right, {allow}")
-    if "manifest" not in _lacking(folder):
+    if "manifest" not in _find_missing(folder):
         try:
-            problems += filter(None, [damage(folder, read_universal(folder), world)])
+            problems += filter(None, [find_universal_damage(folder, read_universal(folder), world)])
         except (OSError, ValueError) as error:
             problems.append(f"{folder}: {error}")
     if problems:
         raise InputError(problems)
 
 
-def _deepspeeds_counts(folder: Path) -> UniversalManifest:
+def _read_deepspeed_counts(folder: Path) -> UniversalManifest:
     """All that is known without a manifest: finished steps and applied updates, in DeepSpeed's files."""
     model = load_pickle(sorted(folder.glob("*_model_states.pt"))[0])
     step = int(model["global_steps"])

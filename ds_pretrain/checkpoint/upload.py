@@ -1,7 +1,7 @@
 """Uploads published checkpoints behind training, whole or not at all, from one host or from several.
 
-On each host the leading rank starts a process (`Shipper`) that looks again and again (`Rounds`) at what is
-published and not uploaded yet, and takes it as far as it can (`ship`), the newest first. Of a checkpoint, a
+On each host the leading rank starts a process (`Uploader`) that looks again and again (`UploadLoop`) at what is
+published and not uploaded yet, and takes it as far as it can (`upload_step`), the newest first. Of a checkpoint, a
 host uploads the files that its folder holds, and leaves a marker at the place that names what has arrived.
 Host 0 writes the manifest there last, once the markers of all hosts name every file that it lists. Nothing
 is kept but what saves requests, so a process may be killed at any moment, and the next one goes on, as
@@ -28,15 +28,22 @@ from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
+    list_published,
     parse_manifest,
-    published,
-    step_of,
+    parse_step,
 )
-from ds_pretrain.checkpoint.remote import Remote, open_remote, without_secrets
-from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, doomed, is_shipped, manifest_sum
+from ds_pretrain.checkpoint.remote import Remote, hide_secrets, open_remote
+from ds_pretrain.checkpoint.retention import (
+    KNOWN_GOOD,
+    PINNED,
+    UPLOADED,
+    is_uploaded,
+    manifest_checksum,
+    select_expired,
+)
 from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError, RunError
-from ds_pretrain.core.files import FileLock, checksum, write_atomic, write_point
+from ds_pretrain.core.files import FileLock, compute_checksum, write_atomic, write_point
 
 LOCK = ".ship.lock"
 ARRIVED = "arrived_"  # how the names of markers begin
@@ -48,12 +55,12 @@ _REOPEN_AFTER = 5  # failures in a row: credentials may have been renewed
 _START = "from ds_pretrain.checkpoint.upload import main; main()"
 
 
-class Shipper:
+class Uploader:
     """The leading rank's handle of its host's upload process. Nothing here raises but the constructor."""
 
     def __init__(self, root: Path, place: str, host: int, keep: int, keep_every: Multiples | None) -> None:
         """Raises InputError if checkpoints would be uploaded to where they are."""
-        self._rounds = Rounds(root.absolute(), place, host, keep, keep_every)
+        self._rounds = UploadLoop(root.absolute(), place, host, keep, keep_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         if "://" not in place and Path(place).resolve() == root.resolve():
@@ -83,19 +90,19 @@ class Shipper:
         if not self._is_closed and (self._process is None or self._process.poll() is not None):
             self.start()
 
-    def unshipped(self) -> list[int] | None:
+    def list_not_uploaded(self) -> list[int] | None:
         """The steps that are not whole at the other place yet, newest first; None if the disk is silent."""
         try:
-            return [step_of(folder.name) or 0 for folder in unshipped(self._rounds.root)]
+            return [parse_step(folder.name) or 0 for folder in list_not_uploaded(self._rounds.root)]
         except OSError:
             return None
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is unshipped, for so long at most; True if so."""
         deadline = time.monotonic() + seconds
-        if self.unshipped():
+        if self.list_not_uploaded():
             self.revive()
-        while self.unshipped() != []:
+        while self.list_not_uploaded() != []:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.05)
@@ -111,9 +118,9 @@ class Shipper:
                 process.wait(_CLOSE_SECONDS)
 
 
-def unshipped(root: Path) -> list[Path]:
+def list_not_uploaded(root: Path) -> list[Path]:
     """The published checkpoints here that are not whole at the other place, newest first."""
-    return [f for f in published(root) if (f / MANIFEST).is_file() and not is_shipped(f)]
+    return [f for f in list_published(root) if (f / MANIFEST).is_file() and not is_uploaded(f)]
 
 
 def main() -> None:
@@ -125,7 +132,7 @@ def main() -> None:
     sys.excepthook = lambda kind, error, trace: say(f"shipping ends: {kind.__name__}: {error}")
     threading.excepthook = lambda args: say(f"in shipping: {args.exc_type.__name__}: {args.exc_value}")
     parent, rounds = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     lock = FileLock(rounds.root / LOCK, str)
     if not lock.try_take():
         say(f"another process ships from {rounds.root}; waiting until it ends")
@@ -135,7 +142,7 @@ def main() -> None:
         time.sleep(rounds.round())
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process, whatever it does, once its parent is another one: whatever ended that."""
     while os.getppid() == parent:
         time.sleep(IDLE_SECONDS / 2)
@@ -145,16 +152,16 @@ def _end_with(parent: int) -> None:
 def say(text: str) -> None:
     """One line, in one piece, without credentials: others write there too."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"ds_pretrain: {' '.join(without_secrets(text).split())}\n")
+        sys.stderr.write(f"ds_pretrain: {' '.join(hide_secrets(text).split())}\n")
         sys.stderr.flush()
 
 
 @dataclass
-class Rounds:
+class UploadLoop:
     """What a host uploads, where to, and what is kept there; the rest only saves requests."""
 
     root: Path
-    place: str
+    location: str
     host: int
     keep: int
     keep_every: Multiples | None
@@ -164,33 +171,34 @@ class Rounds:
     copied: set[tuple[str, str]] = field(default_factory=set)  # folder name and mark
     broken: set[tuple[str, bytes | None]] = field(default_factory=set)  # folder name and manifest; not tried
 
-    def round(self) -> float:
+    def run_once(self) -> float:
         """Upload what is to be uploaded, newest first; the seconds to rest before the next round."""
         rest, waiting = 0.0, False
-        for folder in unshipped(self.root):
-            save = folder.name, manifest_text(folder)
+        for folder in list_not_uploaded(self.root):
+            save = folder.name, read_manifest_bytes(folder)
             if save in self.broken:
                 continue
             try:
-                progress = ship(folder, self._opened(), self.host, self._tidy)
+                progress = upload_step(folder, self._opened(), self.host, self._tidy)
             except NotAsListed as error:
                 self.broken.add(save)
                 say(
-                    f"the checkpoint of step {step_of(folder.name)} cannot be shipped to {self.place}: "
+                    f"the checkpoint of step {parse_step(folder.name)} cannot be shipped to {self.location}: "
                     f"{error}; it is in {folder}"
                 )
                 continue
             except (OSError, RunError) as error:
                 rest = min(IDLE_SECONDS * 2.0 ** min(self.failures, 10), _SLOWEST_SECONDS)
                 say(
-                    f"the checkpoint of step {step_of(folder.name)} is not shipped to {self.place} yet: "
+                    f"the checkpoint of step {parse_step(folder.name)} is not shipped to {self.location} "
+                    f"yet: "
                     f"{error}; trying again in {rest:g} seconds"
                 )
                 break
-            if progress is Progress.SHIPPED:
+            if progress is UploadProgress.SHIPPED:
                 self.failures = self.waits = 0
                 return 0.0  # a newer one may have been published meanwhile
-            waiting = waiting or progress is Progress.WAITING
+            waiting = waiting or progress is UploadProgress.WAITING
         if self.host == 0:
             self._copy_marks()
         self.failures = self.failures + 1 if rest else 0
@@ -201,7 +209,7 @@ class Rounds:
 
     def _opened(self) -> Remote:
         if self.remote is None or (self.failures and self.failures % _REOPEN_AFTER == 0):
-            self.remote = open_remote(self.place)
+            self.remote = open_remote(self.location)
         return self.remote
 
     def _tidy(self) -> None:
@@ -210,30 +218,33 @@ class Rounds:
             try:
                 tidy(self.root, self.remote, self.keep, self.keep_every)
             except OSError as error:
-                say(f"old checkpoints at {self.place} cannot be deleted: {error}; trying after the next one")
+                say(
+                    f"old checkpoints at {self.location} cannot be deleted: {error}; trying after the "
+                    f"next one"
+                )
 
     def _copy_marks(self) -> None:
         """Copy what was marked here after it was uploaded."""
         new = [
             (folder, mark)
-            for folder in published(self.root)
-            for mark in (CALM, PINNED)
-            if (folder.name, mark) not in self.copied and (folder / mark).exists() and is_shipped(folder)
+            for folder in list_published(self.root)
+            for mark in (KNOWN_GOOD, PINNED)
+            if (folder.name, mark) not in self.copied and (folder / mark).exists() and is_uploaded(folder)
         ]
         if not new:
             return
         try:
             remote = self._opened()
             for folder, mark in new:
-                step = step_of(folder.name) or 0
-                if remote.size(step, MANIFEST) is not None and remote.size(step, mark) is None:
+                step = parse_step(folder.name) or 0
+                if remote.get_size(step, MANIFEST) is not None and remote.get_size(step, mark) is None:
                     remote.write(step, mark, (folder / mark).read_bytes())
                 self.copied.add((folder.name, mark))
         except (OSError, RunError) as error:
-            say(f"the marks of checkpoints are not at {self.place} yet: {error}; trying again")
+            say(f"the marks of checkpoints are not at {self.location} yet: {error}; trying again")
 
 
-class Progress(Enum):
+class UploadProgress(Enum):
     """How far a checkpoint is on its way."""
 
     SHIPPED = "it is whole at the other place, or a later save of this step is"
@@ -245,7 +256,9 @@ class NotAsListed(Exception):
     """A checkpoint here is not what its manifest says: no later try can upload it."""
 
 
-def ship(folder: Path, remote: Remote, host: int, whole: Callable[[], None] = lambda: None) -> Progress:
+def upload_step(
+    folder: Path, remote: Remote, host: int, whole: Callable[[], None] = lambda: None
+) -> UploadProgress:
     """Take one published checkpoint as far as this host can now; never waits for others.
 
     `whole` is called once it is whole at the place, before it is marked so here.
@@ -255,40 +268,42 @@ def ship(folder: Path, remote: Remote, host: int, whole: Callable[[], None] = la
         NotAsListed: the checkpoint here is broken.
     """
     write_point("ship begin")
-    text = manifest_text(folder)
+    text = read_manifest_bytes(folder)
     if text is None:
-        return Progress.GONE
+        return UploadProgress.GONE
     try:
-        return _ship(folder, remote, host, text, whole)
+        return _upload_step(folder, remote, host, text, whole)
     except Exception:
-        if manifest_text(folder) != text:
-            return Progress.GONE
+        if read_manifest_bytes(folder) != text:
+            return UploadProgress.GONE
         raise
 
 
-def _ship(folder: Path, remote: Remote, host: int, text: bytes, whole: Callable[[], None]) -> Progress:
+def _upload_step(
+    folder: Path, remote: Remote, host: int, text: bytes, whole: Callable[[], None]
+) -> UploadProgress:
     try:
         manifest = parse_manifest(text.decode())
     except ValueError as error:
         raise NotAsListed(f"its manifest cannot be read: {error}") from None
     step = manifest.step
-    if step != step_of(folder.name):
+    if step != parse_step(folder.name):
         raise NotAsListed(f"its manifest is of step {step:,}")
-    markers = _markers(remote, step)  # first: they are taken back once the manifest is there
+    markers = _read_markers(remote, step)  # first: they are taken back once the manifest is there
     there = remote.read(step, MANIFEST)
-    is_later = there is not None and _made(there) > (manifest.attempt, manifest.created)
+    is_later = there is not None and _parse_creation(there) > (manifest.attempt, manifest.created)
     if there != text and not is_later:
         if there is not None:
             remote.remove(step, MANIFEST)  # of an earlier save of this step: its files are about to change
         _deliver(folder, remote, host, manifest, text, markers)
-        if host != 0 or not manifest.files.keys() <= _arrived(_markers(remote, step), text):
-            return Progress.WAITING
+        if host != 0 or not manifest.files.keys() <= _list_arrived(_read_markers(remote, step), text):
+            return UploadProgress.WAITING
         _publish(remote, step, text)
     whole()
-    _mark(folder, manifest, text, remote.place)
+    _mark(folder, manifest, text, remote.location)
     write_point("ship forget")
-    remote.remove(step, marker(host))
-    return Progress.SHIPPED
+    remote.remove(step, marker_name(host))
+    return UploadProgress.SHIPPED
 
 
 def _deliver(
@@ -300,59 +315,61 @@ def _deliver(
     markers: Mapping[str, list[str]],
 ) -> None:
     """Upload what is held here and was not delivered by whatever host; then say that it has arrived."""
-    step, arrived = manifest.step, _arrived(markers, text)
+    step, arrived = manifest.step, _list_arrived(markers, text)
     held = [name for name in manifest.files if (folder / name).exists()]
     lacking = [name for name in held if name not in arrived]
     for name, (save, *files) in markers.items():
-        if save != manifest_sum(text) and not set(files).isdisjoint(lacking):
+        if save != manifest_checksum(text) and not set(files).isdisjoint(lacking):
             remote.remove(step, name)  # it will not be true any more
     for name in lacking:
         _upload(folder / name, remote, step, name, manifest.files[name])
-    save, *known = markers.get(marker(host), [""])
-    known = known if save == manifest_sum(text) else []  # of whatever host had this number
-    if save != manifest_sum(text) or not set(known).issuperset(held):
+    save, *known = markers.get(marker_name(host), [""])
+    known = known if save == manifest_checksum(text) else []  # of whatever host had this number
+    if save != manifest_checksum(text) or not set(known).issuperset(held):
         write_point("ship arrived")
-        lines = [manifest_sum(text), *sorted({*known, *held})]
-        remote.write(step, marker(host), "".join(f"{line}\n" for line in lines).encode())
+        lines = [manifest_checksum(text), *sorted({*known, *held})]
+        remote.write(step, marker_name(host), "".join(f"{line}\n" for line in lines).encode())
 
 
 def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) -> None:
-    if remote.size(step, name) == entry.bytes and remote.entry(step, name) == entry:
+    if remote.get_size(step, name) == entry.bytes and remote.entry(step, name) == entry:
         return
     # Before the upload: another host may hold this file too, and have delivered it meanwhile.
-    if checksum(path) != entry.sha256:
+    if compute_checksum(path) != entry.sha256:
         raise NotAsListed(f"{path} is not what its manifest says; the disk here may be failing")
     write_point("ship file")
-    if remote.put(path, step, name) != entry and remote.put(path, step, name) != entry:
-        raise OSError(f"{remote.place}: {name} of step {step} arrived damaged twice")
+    if remote.upload(path, step, name) != entry and remote.upload(path, step, name) != entry:
+        raise OSError(f"{remote.location}: {name} of step {step} arrived damaged twice")
 
 
-def marker(host: int) -> str:
+def marker_name(host: int) -> str:
     """The name of a host's marker at the place: a save, by its manifest's sum, and its files that arrived."""
     return f"{ARRIVED}{host:05d}"
 
 
-def _markers(remote: Remote, step: int) -> dict[str, list[str]]:
+def _read_markers(remote: Remote, step: int) -> dict[str, list[str]]:
     """The lines of all markers of a step, by their names; one that a kill cut short names less."""
-    names = [name for name in remote.names(step) if name.startswith(ARRIVED)]
+    names = [name for name in remote.list_names(step) if name.startswith(ARRIVED)]
     texts = {name: (remote.read(step, name) or b"").decode(errors="replace") for name in names}
     return {name: text.split("\n")[:-1] or [""] for name, text in texts.items()}
 
 
-def _arrived(markers: Mapping[str, list[str]], text: bytes) -> set[str]:
+def _list_arrived(markers: Mapping[str, list[str]], text: bytes) -> set[str]:
     """The files that have arrived of the save with this manifest, whoever brought them."""
-    return {file for save, *files in markers.values() if save == manifest_sum(text) for file in files}
+    return {file for save, *files in markers.values() if save == manifest_checksum(text) for file in files}
 
 
 def _publish(remote: Remote, step: int, text: bytes) -> None:
     """Write the manifest at the place, once nothing is beside the files but the markers of other hosts."""
-    for name in remote.unfinished(step):
-        if name.startswith(f".{marker(0)}") or not name.startswith(f".{ARRIVED}"):  # others write theirs now
+    for name in remote.list_unfinished(step):
+        if name.startswith(f".{marker_name(0)}") or not name.startswith(
+            f".{ARRIVED}"
+        ):  # others write theirs now
             remote.remove(step, name)
     write_point("ship manifest")
     remote.write(step, MANIFEST, text)
     if remote.read(step, MANIFEST) != text:
-        raise OSError(f"{remote.place}: the manifest of step {step} reads back as something else")
+        raise OSError(f"{remote.location}: the manifest of step {step} reads back as something else")
 
 
 def _mark(folder: Path, manifest: Manifest, text: bytes, place: str) -> None:
@@ -360,42 +377,44 @@ def _mark(folder: Path, manifest: Manifest, text: bytes, place: str) -> None:
     files = [folder / name for name in manifest.files]
     seconds = time.time() - (folder / MANIFEST).stat().st_mtime
     mark = {
-        "manifest": manifest_sum(text),
+        "manifest": manifest_checksum(text),
         "place": place,
         "bytes": sum(path.stat().st_size for path in files if path.exists()),
         "seconds": round(max(seconds, 0.0), 3),  # from publication to arrival
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_point("ship mark")
-    write_atomic(folder / SHIPPED, json.dumps(mark))
+    write_atomic(folder / UPLOADED, json.dumps(mark))
 
 
 def tidy(root: Path, remote: Remote, keep: int, keep_every: Multiples | None) -> None:
     """Prune the place by the rule that holds here, and what can never become whole. On host 0."""
-    here = {step: folder for folder in published(root) if (step := step_of(folder.name)) is not None}
-    there = remote.steps()
+    here = {step: folder for folder in list_published(root) if (step := parse_step(folder.name)) is not None}
+    there = remote.list_steps()
 
     def marked(step: int, mark: str) -> bool:
-        return (step in here and (here[step] / mark).exists()) or remote.size(step, mark) is not None
+        return (step in here and (here[step] / mark).exists()) or remote.get_size(step, mark) is not None
 
-    old = doomed(there, keep=keep, keep_every=keep_every, protected=())
+    old = select_expired(there, keep=keep, keep_every=keep_every, protected=())
     # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
-    abandoned = doomed(there, keep=2 * keep, keep_every=keep_every, protected=())
-    calm = next((step for step in there if marked(step, CALM)), None) if old else None
+    abandoned = select_expired(there, keep=2 * keep, keep_every=keep_every, protected=())
+    calm = next((step for step in there if marked(step, KNOWN_GOOD)), None) if old else None
     for step in old:
         if step == calm or marked(step, PINNED):
             continue
-        unseen = [name for name in remote.names(step) if name.startswith(ARRIVED) and name != marker(0)]
+        unseen = [
+            name for name in remote.list_names(step) if name.startswith(ARRIVED) and name != marker_name(0)
+        ]
         if step in abandoned or not unseen:
             write_point("ship prune")
             remote.delete(step)
-    on_their_way = {step_of(folder.name) for folder in unshipped(root)}
-    for step in remote.folders():
+    on_their_way = {parse_step(folder.name) for folder in list_not_uploaded(root)}
+    for step in remote.list_folders():
         if there and step < there[0] and step not in there and step not in on_their_way:
             remote.delete(step)
 
 
-def manifest_text(folder: Path) -> bytes | None:
+def read_manifest_bytes(folder: Path) -> bytes | None:
     """The bytes of the manifest here; None if there is none."""
     try:
         return (folder / MANIFEST).read_bytes()
@@ -403,7 +422,7 @@ def manifest_text(folder: Path) -> bytes | None:
         return None
 
 
-def _made(text: bytes) -> tuple[int, str]:
+def _parse_creation(text: bytes) -> tuple[int, str]:
     """At which start of the run a manifest was made, and when in that; that of none is older than any.
 
     A clock may go back between two starts; their number does not.

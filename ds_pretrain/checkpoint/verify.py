@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ds_pretrain.checkpoint.manifest import (
     BROKEN,
     DEEPSPEED,
-    DOOMED,
+    EXPIRED,
     MANIFEST,
     PARTIAL,
     REPLACED,
@@ -26,15 +26,15 @@ from ds_pretrain.checkpoint.manifest import (
     Manifest,
     UnknownVersion,
     parse_manifest,
+    parse_step,
     step_name,
-    step_of,
 )
-from ds_pretrain.checkpoint.remote import Remote, folder_as_remote
+from ds_pretrain.checkpoint.remote import Remote, open_folder_as_remote
 from ds_pretrain.checkpoint.reshard import Universal
 from ds_pretrain.checkpoint.rng import RNG
-from ds_pretrain.checkpoint.storage import ASSEMBLED, Places, first_wrong, wrong_file
-from ds_pretrain.core.distributed import World, gather_objects, log, on_each_rank, on_main
-from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.checkpoint.storage import ASSEMBLED, StorageLayout, find_file_problem, find_first_problem
+from ds_pretrain.core.distributed import World, gather_objects, log, run_on_each_rank, run_on_main
+from ds_pretrain.core.errors import InputError, RunError, mark_agreed
 from ds_pretrain.core.files import sync_folder, write_atomic, write_point
 from ds_pretrain.core.state import RunState
 
@@ -58,11 +58,11 @@ class Problem:
     """Why a file was not fetched. One that does not last may be gone at the next start."""
 
     text: str
-    lasts: bool
+    is_permanent: bool
 
 
 @dataclass(frozen=True)
-class Seen:
+class FolderListing:
     """A manifest where it was looked for: its text and what it says, or the reason why there is none."""
 
     text: str | None = None
@@ -70,21 +70,23 @@ class Seen:
     reason: str | None = None
 
 
-def found_at_step(places: Places, step: int, world: World) -> Found | str:
+def find_at_step(places: StorageLayout, step: int, world: World) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
     folder = places.root / step_name(step)
-    leads = places.leads(world)
+    leads = places.is_leader(world)
     hosts = look_everywhere(
-        folder, world, lambda: read_manifest(folder) if leads and folder.exists() else Seen()
+        folder, world, lambda: read_manifest(folder) if leads and folder.exists() else FolderListing()
     )
-    there = look_everywhere(folder, world, lambda: _shipped(places, step) if world.is_main else Seen())[0]
+    there = look_everywhere(
+        folder, world, lambda: _look_at_remote(places, step) if world.is_main else FolderListing()
+    )[0]
     choices = {seen.text: seen.manifest for seen in hosts if seen.text is not None and seen.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
     if there.text is not None and there.manifest is not None:
         choices[there.text] = there.manifest
         newest_first = [text for text in newest_first if text != there.text] + [there.text]
     reasons = [seen.reason for seen in (*hosts, there) if seen.reason is not None]
-    own = hosts[places.leader(world)].text
+    own = hosts[places.find_leader(world)].text
     for text in newest_first:
         copy = _Copy(folder, choices[text], text, own == text, there.text == text)
         outcome = _judge(copy, places, world)
@@ -94,16 +96,16 @@ def found_at_step(places: Places, step: int, world: World) -> Found | str:
     return reasons[0] if reasons else "it is on no host"
 
 
-def found_in_folder(path: Path, world: World) -> Found | str:
+def find_in_folder(path: Path, world: World) -> Found | str:
     """The checkpoint in a folder of any name, or why it is none. Collective."""
-    seen = look_everywhere(path, world, lambda: read_manifest(path) if world.is_main else Seen())[0]
+    seen = look_everywhere(path, world, lambda: read_manifest(path) if world.is_main else FolderListing())[0]
     if seen.text is None or seen.manifest is None:
         return seen.reason or "it has no manifest"
-    copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_shipped=False)
-    return _judge(copy, Places(path.parent, path.parent), world)
+    copy = _Copy(path, seen.manifest, seen.text, is_here=True, is_uploaded=False)
+    return _judge(copy, StorageLayout(path.parent, path.parent), world)
 
 
-def broken_reason(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Why a folder is no whole checkpoint, as this process alone sees it.
 
     Raises:
@@ -111,28 +113,28 @@ def broken_reason(folder: Path) -> str | None:
         UnknownVersion: a newer program wrote it.
     """
     seen = read_manifest(folder)
-    return seen.reason if seen.manifest is None else first_wrong(folder, seen.manifest.files, "full")
+    return seen.reason if seen.manifest is None else find_first_problem(folder, seen.manifest.files, "full")
 
 
-def read_manifest(folder: Path) -> Seen:
-    """The manifest in a folder, which the folder's step has to fit. Raises as `broken_reason`."""
+def read_manifest(folder: Path) -> FolderListing:
+    """The manifest in a folder, which the folder's step has to fit. Raises as `find_damage`."""
     try:
-        return check_manifest((folder / MANIFEST).read_bytes(), step_of(folder.name))
+        return check_manifest((folder / MANIFEST).read_bytes(), parse_step(folder.name))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return Seen(reason="it has no manifest")
+        return FolderListing(reason="it has no manifest")
 
 
-def check_manifest(content: bytes, step: int | None) -> Seen:
+def check_manifest(content: bytes, step: int | None) -> FolderListing:
     """A manifest from its bytes, which has to be that of `step` if one is given. Raises UnknownVersion."""
     try:
         manifest = parse_manifest(text := content.decode())
     except UnknownVersion:
         raise
     except ValueError as error:
-        return Seen(reason=f"its manifest cannot be read: {error}")
+        return FolderListing(reason=f"its manifest cannot be read: {error}")
     if step is not None and manifest.step != step:
-        return Seen(reason=f"its manifest is of step {manifest.step:,}")
-    return Seen(text, manifest)
+        return FolderListing(reason=f"its manifest is of step {manifest.step:,}")
+    return FolderListing(text, manifest)
 
 
 def rename_broken(folder: Path) -> Path:
@@ -152,7 +154,7 @@ def recover(root: Path) -> Iterator[str]:
         root.glob(f"step_*{PARTIAL}"), key=lambda path: (path.name.endswith(REPLACED), path.name)
     )
     for folder in partials:
-        if folder.name.endswith(DOOMED):
+        if folder.name.endswith(EXPIRED):
             continue
         final = folder.with_name(folder.name.removesuffix(REPLACED).removesuffix(PARTIAL))
         if not (folder / MANIFEST).exists():
@@ -170,31 +172,37 @@ def _is_whole(folder: Path, name: str) -> bool:
     try:
         manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
         here = {file: entry for file, entry in manifest.files.items() if (folder / file).exists()}
-        return manifest.step == step_of(name) and bool(here) and first_wrong(folder, here, "sizes") is None
+        return (
+            manifest.step == parse_step(name)
+            and bool(here)
+            and find_first_problem(folder, here, "sizes") is None
+        )
     except (OSError, ValueError):
         return False
 
 
-def assemble(places: Places, manifest: Manifest, text: str, world: World) -> Path | Problem:
+def assemble(places: StorageLayout, manifest: Manifest, text: str, world: World) -> Path | Problem:
     """A folder that all hosts share, put together from what they and the remote place have. Collective.
 
     Or why it cannot be.
     """
     folder = places.out / ASSEMBLED / step_name(manifest.step)
     building = folder.with_name(folder.name + PARTIAL)
-    if on_main(world, lambda: held_here(folder, manifest, text) == list(manifest.files)):
+    if run_on_main(world, lambda: list_present_files(folder, manifest, text) == list(manifest.files)):
         return folder
     log.info(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
-    mine = _to_bring(places, manifest, text, world)
+    mine = _plan_fetches(places, manifest, text, world)
     return _build(building, folder, mine, manifest, text, world.is_main, world) or folder
 
 
-def held_here(folder: Path, manifest: Manifest, text: str) -> list[str]:
+def list_present_files(folder: Path, manifest: Manifest, text: str) -> list[str]:
     """The files of a checkpoint that a folder has, by their size, if its manifest is this one."""
     try:
         if (folder / MANIFEST).read_text(encoding="utf-8") != text:
             return []
-        return [n for n, entry in manifest.files.items() if wrong_file(folder, n, entry, "sizes") is None]
+        return [
+            n for n, entry in manifest.files.items() if find_file_problem(folder, n, entry, "sizes") is None
+        ]
     except (OSError, ValueError):
         return []
 
@@ -213,10 +221,10 @@ def look_everywhere(folder: Path, world: World, look: Callable[[], Sight]) -> li
         InputError, RunError: a rank cannot tell, which says nothing about the checkpoint.
     """
     try:
-        return on_each_rank(world, lambda: _look(look))
+        return run_on_each_rank(world, lambda: _look(look))
     except RunError as error:
         kind = InputError if isinstance(error, InputError) else RunError
-        raise agreed(
+        raise mark_agreed(
             kind(
                 f"{folder} cannot be checked ({error}); it is left as it is: mend the disk, or use "
                 "the program that wrote it, and start again"
@@ -232,31 +240,33 @@ class _Copy:
     manifest: Manifest
     text: str
     is_here: bool  # this host's folder has this manifest
-    is_shipped: bool  # so has the remote place
+    is_uploaded: bool  # so has the remote place
 
 
-def _shipped(places: Places, step: int) -> Seen:
+def _look_at_remote(places: StorageLayout, step: int) -> FolderListing:
     content = None if places.remote is None else places.remote.read(step, MANIFEST)
-    return Seen() if content is None else check_manifest(content, step)
+    return FolderListing() if content is None else check_manifest(content, step)
 
 
-def _judge(copy: _Copy, places: Places, world: World) -> Found | str:
+def _judge(copy: _Copy, places: StorageLayout, world: World) -> Found | str:
     """A checkpoint whose files are where they are needed, or come there; or why not. Collective."""
     manifest = copy.manifest
     reason = None
     if not places.per_host or manifest.world_size == world.size:
-        share = places.share(manifest, world)
-        told = look_everywhere(copy.folder, world, lambda: _wrong(copy, share, places))
+        share = places.assigned_files(manifest, world)
+        told = look_everywhere(copy.folder, world, lambda: _find_wrong_files(copy, share, places))
         reason = next((reason for found in told for reason in found.values()), None)
         if reason is None:
             return _open(copy, places, world)
-        if copy.is_shipped:
+        if copy.is_uploaded:
             return _complete(copy, list(told[world.rank]), reason, places, world)
     if not places.per_host:
         return reason or ""
-    held = gather_objects(world, held_here(copy.folder, manifest, copy.text) if places.leads(world) else [])
+    held = gather_objects(
+        world, list_present_files(copy.folder, manifest, copy.text) if places.is_leader(world) else []
+    )
     lacking = manifest.files.keys() - {name for names in held for name in names}
-    if lacking and not copy.is_shipped:
+    if lacking and not copy.is_uploaded:
         return reason or f"{min(lacking)} is on none of these hosts"
     outcome = assemble(places, manifest, copy.text, world)
     if isinstance(outcome, Path):
@@ -265,25 +275,27 @@ def _judge(copy: _Copy, places: Places, world: World) -> Found | str:
     return f"it cannot be put together: {outcome.text}"
 
 
-def _wrong(copy: _Copy, names: Sequence[str], places: Places) -> dict[str, str]:
+def _find_wrong_files(copy: _Copy, names: Sequence[str], places: StorageLayout) -> dict[str, str]:
     """The files of this rank's share that are not right here, each with the reason."""
     host = f" on {platform.node()}" if places.per_host else ""
     if not copy.is_here:
         return dict.fromkeys(names, f"it is not{host or ' here'}")
     reasons = {
-        name: wrong_file(copy.folder, name, copy.manifest.files[name], places.verify) for name in names
+        name: find_file_problem(copy.folder, name, copy.manifest.files[name], places.verify) for name in names
     }
     return {name: reason + host for name, reason in reasons.items() if reason is not None}
 
 
-def _complete(copy: _Copy, wrong: Sequence[str], reason: str, places: Places, world: World) -> Found | str:
+def _complete(
+    copy: _Copy, wrong: Sequence[str], reason: str, places: StorageLayout, world: World
+) -> Found | str:
     """What is missing here, fetched into its host's folder; or why its copy cannot be used. Collective.
 
     What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
     """
-    folder, remote, leads = copy.folder, places.remote, places.leads(world)
+    folder, remote, leads = copy.folder, places.remote, places.is_leader(world)
     assert remote is not None
-    log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.place}")
+    log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.location}")
     is_stale = leads and not copy.is_here
     look_everywhere(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
     building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)
@@ -297,14 +309,14 @@ def _complete(copy: _Copy, wrong: Sequence[str], reason: str, places: Places, wo
 
 def _refuse_passing(problem: Problem, folder: Path) -> None:
     """A place that does not answer now says nothing of a checkpoint: no older one is taken for that."""
-    if not problem.lasts:
-        raise agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
+    if not problem.is_permanent:
+        raise mark_agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
 
 
-def _open(copy: _Copy, places: Places, world: World) -> Found | str:
+def _open(copy: _Copy, places: StorageLayout, world: World) -> Found | str:
     """Read what every rank has to know, where it is right; or why it is nowhere. Collective."""
     names = [name for name in (RUN_STATE, DEEPSPEED) if name in copy.manifest.files]
-    here, folder, remote = copy.is_here and places.leads(world), copy.folder, places.remote
+    here, folder, remote = copy.is_here and places.is_leader(world), copy.folder, places.remote
 
     def read_here(name: str) -> bytes | None:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
@@ -315,7 +327,7 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
         )
 
     texts = look(read_here, here)
-    if copy.is_shipped and remote is not None and any(all(n not in found for found in texts) for n in names):
+    if copy.is_uploaded and remote is not None and any(all(n not in found for found in texts) for n in names):
         texts += look(partial(remote.read, copy.manifest.step), world.is_main)
     known = {name: text for found in texts for name, text in found.items()}
     for name in names:
@@ -325,7 +337,7 @@ def _open(copy: _Copy, places: Places, world: World) -> Found | str:
         state = RunState.from_json(known[RUN_STATE].decode())
         deepspeed = json.loads(known.get(DEEPSPEED, b"{}"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # the same bytes on every rank
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"{copy.folder}: {RUN_STATE} and {DEEPSPEED} are what its manifest lists, and cannot be "
                 f"read ({error}); use the version of ds_pretrain that wrote them, or move the folder "
@@ -343,17 +355,21 @@ def _read_listed(
     return {n: c for n, c in found.items() if hashlib.sha256(c).hexdigest() == manifest.files[n].sha256}
 
 
-def _to_bring(places: Places, manifest: Manifest, text: str, world: World) -> dict[str, list[Remote]]:
+def _plan_fetches(
+    places: StorageLayout, manifest: Manifest, text: str, world: World
+) -> dict[str, list[Remote]]:
     """The files that this rank brings, and where it may take each from. Collective."""
     root = places.root / step_name(manifest.step)
-    held = gather_objects(world, set(held_here(root, manifest, text)) if places.leads(world) else set())
-    leaders = gather_objects(world, places.leader(world))
+    held = gather_objects(
+        world, set(list_present_files(root, manifest, text)) if places.is_leader(world) else set()
+    )
+    leaders = gather_objects(world, places.find_leader(world))
     mine = {}
     for place, name in enumerate(manifest.files):
         holders = [rank for rank, leader in enumerate(leaders) if name in held[leader]]
         ranks = holders or range(world.size)
         if ranks[place % len(ranks)] == world.rank:
-            here = [folder_as_remote(places.root)] if holders else []
+            here = [open_folder_as_remote(places.root)] if holders else []
             mine[name] = [*here, *([places.remote] if places.remote is not None else [])]
     return mine
 
@@ -385,15 +401,15 @@ def _build(
             _publish(building, folder, text)
 
     try:
-        on_each_rank(world, begin)
-        for problem in on_each_rank(world, fetch):
+        run_on_each_rank(world, begin)
+        for problem in run_on_each_rank(world, fetch):
             if problem is not None:
                 return problem
-        on_each_rank(world, publish)
+        run_on_each_rank(world, publish)
     except InputError:
         raise
     except RunError as error:
-        return Problem(str(error), lasts=False)
+        return Problem(str(error), is_permanent=False)
     return None
 
 
@@ -414,13 +430,13 @@ def _fetch(ways: Sequence[Remote], manifest: Manifest, name: str, folder: Path) 
     """
     path, entry = folder / name, manifest.files[name]
     arriving = path.with_name(f"{path.name}{PARTIAL}")
-    problem = Problem(f"{name} is on no host", lasts=True)
-    if wrong_file(folder, name, entry, "full") is None:
+    problem = Problem(f"{name} is on no host", is_permanent=True)
+    if find_file_problem(folder, name, entry, "full") is None:
         return None  # an earlier try got so far
     for remote in (way for way in ways for _ in range(2)):  # what arrives wrong may arrive right
         write_point(f"fetch {path.name}")
         try:
-            found = remote.fetch(manifest.step, name, arriving)
+            found = remote.download(manifest.step, name, arriving)
         except FileNotFoundError:
             found = None
         if found == entry:
@@ -431,7 +447,7 @@ def _fetch(ways: Sequence[Remote], manifest: Manifest, name: str, folder: Path) 
             return None
         arriving.unlink(missing_ok=True)
         what = "is not there" if found is None else "is not what the manifest lists"
-        problem = Problem(f"{remote.place}: {name} of step {manifest.step} {what}", lasts=True)
+        problem = Problem(f"{remote.location}: {name} of step {manifest.step} {what}", is_permanent=True)
     return problem
 
 

@@ -21,7 +21,7 @@ from ds_pretrain.commands.audit_history import (
     History,
     Span,
     Taken,
-    changed_words,
+    describe_changes,
     open_audited,
     read_history,
     skip_words,
@@ -30,10 +30,10 @@ from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 from ds_pretrain.core.jsonl import METRICS
 from ds_pretrain.core.state import Skip, SkipLedger
-from ds_pretrain.core.text import counted, listed, say
-from ds_pretrain.data.inspect import passages
+from ds_pretrain.core.text import format_count_of, join_listed, say
+from ds_pretrain.data.inspect import read_passages
 from ds_pretrain.data.loader import read_samples
-from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, checksums
+from ds_pretrain.data.sampler import NO_SKIPS, SampleIds, compute_checksums
 
 Interval: TypeAlias = tuple[int, int]  # draws [start, stop) of a phase
 
@@ -50,13 +50,13 @@ def audit_command(words: Any) -> int:
     with open_audited(Path(words.run), words.overrides) as run:
         code = EXIT_FINISHED
         if words.step is not None:
-            lines = shown_step(run, words.step, words.rank, words.attempt)
+            lines = show_step(run, words.step, words.rank, words.attempt)
         elif words.skipped:
-            lines = skipped_samples(run)
+            lines = list_skipped_samples(run)
         else:
             history = read_history(run)
             proof = prove(run, history, words.all)
-            lines = report(run, history, proof)
+            lines = format_report(run, history, proof)
             code = EXIT_FAILED if proof.problems else EXIT_FINISHED
         for line in lines:
             if not say(sys.stdout, line):
@@ -98,17 +98,17 @@ class Proof:
 
 def prove(run: Audited, history: History, every: bool) -> Proof:
     """What holds and what does not; `every` reads each step again, and counts each epoch's samples."""
-    reads = tuple(_reads(run, history))
-    problems = [*run.problems, *history.problems, *_record_problems(run, history)]
+    reads = tuple(_list_reads(run, history))
+    problems = [*run.problems, *history.problems, *_find_record_problems(run, history)]
     problems += [*_draw_problems(run, reads), *_start_problems(run, reads)]
     if every:
-        problems += _epoch_problems(run, reads)
-    checked, wrong = _checksums(run, history, every)
+        problems += _find_epoch_problems(run, reads)
+    checked, wrong = _check_checksums(run, history, every)
     problems += wrong
     return Proof(reads, checked, every, tuple(problems))
 
 
-def _record_problems(run: Audited, history: History) -> Iterator[str]:
+def _find_record_problems(run: Audited, history: History) -> Iterator[str]:
     """Steps that are missing from the record, and counters that are not what the timeline says."""
     rows, timeline = history.rows, run.plan.timeline
     seen = np.flatnonzero(rows["seen"])
@@ -134,7 +134,7 @@ def _record_problems(run: Audited, history: History) -> Iterator[str]:
             else "the counters of the steps around agree, so this is a hole in the record (monitoring was "
             "degraded, or a line was torn), not in the training"
         )
-        yield f"{steps_words(missing)} {'is' if missing.size == 1 else 'are'} not in {METRICS}: {meaning}"
+        yield f"{format_steps(missing)} {'is' if missing.size == 1 else 'are'} not in {METRICS}: {meaning}"
     if run.saved_step > history.newest:
         yield (
             f"{METRICS} ends with step {history.newest:,}, and a checkpoint of step {run.saved_step:,} is "
@@ -142,7 +142,7 @@ def _record_problems(run: Audited, history: History) -> Iterator[str]:
         )
 
 
-def _reads(run: Audited, history: History) -> Iterator[Read]:
+def _list_reads(run: Audited, history: History) -> Iterator[Read]:
     """The draws of all steps up to the newest, stretch by stretch of one segment and one ledger.
 
     A step that is not in the record has the ledger of the next that is: a skip begins at the earliest with
@@ -158,11 +158,13 @@ def _reads(run: Audited, history: History) -> Iterator[Read]:
         segment = run.plan.timeline.at(first)
         ledger = run.ledger_of(int(num_skips[first]))
         trained = segment.first_draw + (first - segment.first_step) * segment.sequences
-        intervals = _intervals(ledger, segment, trained, (stop - first) * segment.sequences)
+        intervals = _find_draw_intervals(ledger, segment, trained, (stop - first) * segment.sequences)
         yield Read(segment.phase, first + 1, stop, intervals, ledger)
 
 
-def _intervals(ledger: SkipLedger, segment: Segment, first: int, count: int) -> tuple[Interval, ...]:
+def _find_draw_intervals(
+    ledger: SkipLedger, segment: Segment, first: int, count: int
+) -> tuple[Interval, ...]:
     """The draws of trained samples [first, first + count): what lies between the two ends, less the skips."""
     start = int(ledger.draws(segment.phase, first, 1)[0])
     stop = int(ledger.draws(segment.phase, first + count - 1, 1)[0]) + 1
@@ -214,7 +216,7 @@ def _start_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
             )
 
 
-def _epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
+def _find_epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
     """Tokens that were trained more than once in an epoch, counted one by one.
 
     An epoch of a source goes on from phase to phase, whatever their sequence lengths.
@@ -224,7 +226,7 @@ def _epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
     seen: dict[tuple[str, int], NDArray[np.bool_]] = {}  # of the units of a source, by epoch
     repeated: Counter[tuple[str, int]] = Counter()
     for read in reads:
-        for draws in (chunk for interval in read.draws for chunk in _chunks(*interval)):
+        for draws in (chunk for interval in read.draws for chunk in _chunk_draws(*interval)):
             ids = run.sampler.at_draws(read.phase, lengths[read.phase], draws, 0, read.ledger)
             pieces = np.arange(ids.seq_len // unit)
             for index, epoch in sorted({*zip(ids.source.tolist(), ids.epoch.tolist(), strict=True)}):
@@ -243,13 +245,13 @@ def _epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
             )
 
 
-def _chunks(start: int, stop: int) -> Iterator[NDArray[np.uint64]]:
+def _chunk_draws(start: int, stop: int) -> Iterator[NDArray[np.uint64]]:
     """The draws of an interval, so many at once as fit into memory."""
     for first in range(start, stop, _CHUNK):
         yield np.arange(first, min(first + _CHUNK, stop), dtype=np.uint64)
 
 
-def _checksums(run: Audited, history: History, every: bool) -> tuple[int, list[str]]:
+def _check_checksums(run: Audited, history: History, every: bool) -> tuple[int, list[str]]:
     """How many steps were read again, and those that did not read what was recorded."""
     rows = history.rows
     chosen = np.flatnonzero(rows["seen"])
@@ -257,10 +259,12 @@ def _checksums(run: Audited, history: History, every: bool) -> tuple[int, list[s
         chosen = _spread(rows, chosen)
     wrong = []
     for step in chosen.tolist():
-        read = batch_checksum(run, run.sampler.ids(step - 1, run.ledger_of(int(rows["num_skips"][step]))))
+        read = compute_batch_checksum(
+            run, run.sampler.ids(step - 1, run.ledger_of(int(rows["num_skips"][step])))
+        )
         if read != rows["checksum"][step]:
             wrong.append((step, read))
-    why = changed_words(run)
+    why = describe_changes(run)
     problems = [
         f"step {step:,}: its samples have the checksum {read} now, and {rows['checksum'][step]} was recorded "
         "as it was trained: the data was changed since, or it read other samples than the ledger says"
@@ -282,16 +286,16 @@ def _spread(rows: NDArray[np.void], steps: NDArray[np.int64]) -> NDArray[np.int6
     return np.unique(np.concatenate([edges, steps[even]]))
 
 
-def batch_checksum(run: Audited, ids: SampleIds) -> int:
+def compute_batch_checksum(run: Audited, ids: SampleIds) -> int:
     """The CRC-32 sum of a batch's samples, read again."""
     total = 0
     for first in range(0, len(ids.sample), _ROWS):
         stop = min(first + _ROWS, len(ids.sample))
-        total += sum(checksums(read_samples(ids, run.sources, first, stop)))
+        total += sum(compute_checksums(read_samples(ids, run.sources, first, stop)))
     return total
 
 
-def steps_words(steps: NDArray[np.int64]) -> str:
+def format_steps(steps: NDArray[np.int64]) -> str:
     """Ascending steps in words: "steps 3, 5 to 7"."""
     groups = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
     words = [f"{g[0]:,}" if g.size == 1 else f"{g[0]:,} to {g[-1]:,}" for g in groups[:_MOST_NAMED]]
@@ -299,7 +303,7 @@ def steps_words(steps: NDArray[np.int64]) -> str:
     return f"{'step' if steps.size == 1 else 'steps'} {', '.join(words)}{more}"
 
 
-def report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
+def format_report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
     """The facts, a line each with its word first, then the problems, then the verdict."""
     timeline, start, newest = run.plan.timeline, history.first_step, history.newest
     once = " by the counters" if proof.problems else ", each exactly once"
@@ -312,32 +316,35 @@ def report(run: Audited, history: History, proof: Proof) -> Iterator[str]:
     yield f"samples    {samples:,} trained{once}"
     yield f"tokens     {tokens:,} trained{once}"
     recorded = int(np.count_nonzero(history.rows["seen"]))
-    yield f"checksums  {proof.num_checked:,} of {counted(recorded, 'step')} read again from the data"
+    yield f"checksums  {proof.num_checked:,} of {format_count_of(recorded, 'step')} read again from the data"
     if not proof.problems:
         how = "an epoch is a permutation, and no draw came twice"
         if len({read.phase for read in proof.reads}) > 1:
             how += "; a phase reads on where the one before left each source"
         yield f"epochs     no sample came twice within one: {'counted one by one' if proof.every else how}"
-    yield from _never_trained(run, history, proof)
+    yield from _describe_untrained(run, history, proof)
     own = [r.response for r in run.rollbacks[run.record.num_inherited :] if r.response != "stop"]
-    what = f" ({', '.join(own[:_MOST_NAMED])}), which {_work(run, history.rolled_back)}" if own else ""
+    what = (
+        f" ({', '.join(own[:_MOST_NAMED])}), which {_describe_work(run, history.rolled_back)}" if own else ""
+    )
     yield f"rollbacks  {len(own)}{what}"
     restarts = len(history.worlds) - 1
-    yield f"restarts   {restarts}{f', which {_work(run, history.restarted)}' if restarts else ''}"
-    starts = [f"number {n} on {_ranks(size)}" for n, size in history.worlds.items()]
-    yield f"attempts   {len(starts)}: {listed(starts, _MOST_NAMED)}"
+    yield f"restarts   {restarts}{f', which {_describe_work(run, history.restarted)}' if restarts else ''}"
+    starts = [f"number {n} on {_format_ranks(size)}" for n, size in history.worlds.items()]
+    yield f"attempts   {len(starts)}: {join_listed(starts, _MOST_NAMED)}"
     yield from (f"problem    {problem}" for problem in proof.problems)
     count = len(proof.problems)
-    yield f"not ok     {run.out}: {counted(count, 'problem')}" if count else f"ok         {run.out}"
+    yield f"not ok     {run.out}: {format_count_of(count, 'problem')}" if count else f"ok         {run.out}"
 
 
-def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str]:
+def _describe_untrained(run: Audited, history: History, proof: Proof) -> Iterator[str]:
     ends = {read.phase: read.draws[-1][1] for read in proof.reads}
     for number, skip in enumerate(run.ledger.skips, 1):
         ahead = "" if skip.stop <= ends.get(skip.phase, 0) else "; the run has not come past it yet"
-        first, last = steps_of_skip(skip, run.ledger_of(number - 1), run.plan.timeline)
+        first, last = find_steps_of_skip(skip, run.ledger_of(number - 1), run.plan.timeline)
         yield (
-            f"skip {number:<6}{skip_words(skip)}, {counted(skip.stop - skip.start, 'sample')}, which steps "
+            f"skip {number:<6}{skip_words(skip)}, {format_count_of(skip.stop - skip.start, 'sample')}, "
+            f"which steps "
             f"{first:,} to {last:,} would have read: {skip.cause}, decided at step {skip.step:,} of attempt "
             f"{skip.attempt}{ahead}"
         )
@@ -346,24 +353,32 @@ def _never_trained(run: Audited, history: History, proof: Proof) -> Iterator[str
     dropped = np.flatnonzero(history.rows["seen"] & ~history.rows["applied"])
     unlearned = sum(run.plan.timeline.at(step - 1).sequences for step in dropped.tolist())
     if dropped.size:
-        yield f"dropped    {steps_words(dropped)}: {counted(unlearned, 'sample')} read and not learned from"
-    yield f"untrained  {counted(skipped + unlearned, 'sample')}: {skipped:,} skipped, {unlearned:,} dropped"
+        yield (
+            f"dropped    {format_steps(dropped)}: {format_count_of(unlearned, 'sample')} read and not "
+            f"learned from"
+        )
+    yield (
+        f"untrained  {format_count_of(skipped + unlearned, 'sample')}: {skipped:,} skipped, "
+        f"{unlearned:,} dropped"
+    )
 
 
-def _work(run: Audited, spans: Sequence[Span]) -> str:
+def _describe_work(run: Audited, spans: Sequence[Span]) -> str:
     before = run.plan.timeline.tokens_before
     steps, tokens = sum(b - a for a, b in spans), sum(before(b) - before(a) for a, b in spans)
     if not steps:
         return "took nothing back"
     # If the run file was changed, they may have had other batches than the plan has now.
-    return f"took back {counted(steps, 'step')}" + ("" if changed_words(run) else f" ({tokens:,} tokens)")
+    return f"took back {format_count_of(steps, 'step')}" + (
+        "" if describe_changes(run) else f" ({tokens:,} tokens)"
+    )
 
 
-def _ranks(world_size: int | None) -> str:
-    return "an unknown number of ranks" if world_size is None else counted(world_size, "rank")
+def _format_ranks(world_size: int | None) -> str:
+    return "an unknown number of ranks" if world_size is None else format_count_of(world_size, "rank")
 
 
-def steps_of_skip(skip: Skip, before: SkipLedger, timeline: Timeline) -> tuple[int, int]:
+def find_steps_of_skip(skip: Skip, before: SkipLedger, timeline: Timeline) -> tuple[int, int]:
     """The first and the last step that would have read a skip's draws under the ledger before it."""
     ends = []
     for draw in (skip.start, skip.stop - 1):
@@ -375,21 +390,21 @@ def steps_of_skip(skip: Skip, before: SkipLedger, timeline: Timeline) -> tuple[i
     return ends[0], ends[1]
 
 
-def skipped_samples(run: Audited) -> Iterator[str]:
+def list_skipped_samples(run: Audited) -> Iterator[str]:
     """A line of tab-separated words for every sample that the ledger skips; overlaps are listed once."""
     yield "skip\tphase\tdraw\tsource\tepoch\tsample"
     for number, skip in enumerate(run.ledger.skips, 1):
         before = run.ledger_of(number - 1).merged(skip.phase)
         seq_len = run.plan.timeline.seq_len_of(skip.phase)
-        for draws in _chunks(skip.start, skip.stop):
+        for draws in _chunk_draws(skip.start, skip.stop):
             for first, stop in before:
                 draws = draws[(draws < first) | (draws >= stop)]
             ids = run.sampler.at_draws(skip.phase, seq_len, draws, skip.step, run.ledger)
-            for draw, (source, epoch, sample) in zip(draws.tolist(), ids.listed(), strict=True):
+            for draw, (source, epoch, sample) in zip(draws.tolist(), ids.to_list(), strict=True):
                 yield f"{number}\t{skip.phase}\t{draw}\t{source}\t{epoch}\t{sample}"
 
 
-def shown_step(run: Audited, step: int, rank: int | None, attempt: int | None) -> Iterator[str]:
+def show_step(run: Audited, step: int, rank: int | None, attempt: int | None) -> Iterator[str]:
     """What a step read, as it was taken in the attempt or the last time.
 
     Raises:
@@ -415,60 +430,61 @@ def shown_step(run: Audited, step: int, rank: int | None, attempt: int | None) -
         )
     if rank is not None and not 0 <= rank < (size or 0):
         raise InputError(
-            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {_ranks(size)}; expected "
+            f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {_format_ranks(size)}; "
+            f"expected "
             f"0 to {(size or 0) - 1}"
         )
-    return _step_lines(run, step, taken, [other for other in every if other is not taken], rank)
+    return _format_step(run, step, taken, [other for other in every if other is not taken], rank)
 
 
-def _step_lines(
+def _format_step(
     run: Audited, step: int, taken: Taken, others: Sequence[Taken], rank: int | None
 ) -> Iterator[str]:
     ids = run.sampler.ids(step - 1, run.ledger_of(taken.num_skips))
     num_samples = len(ids.sample)
     yield (
-        f"step       {step:,} of attempt {taken.attempt}: {counted(num_samples, 'sample')} on "
-        f"{_ranks(taken.world_size)}, {counted(taken.num_skips, 'skip')} in force"
+        f"step       {step:,} of attempt {taken.attempt}: {format_count_of(num_samples, 'sample')} on "
+        f"{_format_ranks(taken.world_size)}, {format_count_of(taken.num_skips, 'skip')} in force"
     )
     for other in others:
         yield (
-            f"also       taken in attempt {other.attempt} on {_ranks(other.world_size)}, "
-            f"{counted(other.num_skips, 'skip')} in force, "
+            f"also       taken in attempt {other.attempt} on {_format_ranks(other.world_size)}, "
+            f"{format_count_of(other.num_skips, 'skip')} in force, "
             f"{'the same' if other.checksum == taken.checksum else 'other'} samples"
         )
-    read = batch_checksum(run, ids)
+    read = compute_batch_checksum(run, ids)
     if read == taken.checksum:
         yield "checksum   as recorded: these are the samples that were read"
     else:
         yield (
             f"checksum   {read}, and {taken.checksum} was recorded: these are NOT the samples that were "
-            f"read; {changed_words(run) or '`ds-pretrain audit RUN` says what does not hold'}"
+            f"read; {describe_changes(run) or '`ds-pretrain audit RUN` says what does not hold'}"
         )
-    shared = taken.shared
+    shared = taken.sequence_parallel_size
     share = num_samples * shared // (taken.world_size or 1)
     reader = None if rank is None else rank // shared
     places = range(num_samples) if reader is None else range(reader * share, (reader + 1) * share)
-    for place, passage in zip(places, passages(ids, places, run.sources), strict=True):
-        whose = "" if taken.world_size is None else f"{_who(place // share, shared)}, "
+    for place, passage in zip(places, read_passages(ids, places, run.sources), strict=True):
+        whose = "" if taken.world_size is None else f"{_name_reader(place // share, shared)}, "
         whole = ", ".join(map(str, passage.documents))
         documents = f"{'documents' if len(passage.documents) > 1 else 'document'} {whole}"
         yield (
             f"--- {whose}draw {int(ids.draw[place])}: {passage.source}, epoch {passage.epoch}, sample "
             f"{passage.sample}, {documents}"
         )
-        yield _legible(passage.text) if rank is not None else _shortened(passage.text)
+        yield _escape(passage.text) if rank is not None else _shorten(passage.text)
 
 
-def _who(reader: int, shared: int) -> str:
+def _name_reader(reader: int, shared: int) -> str:
     first = reader * shared
     return f"rank {first}" if shared == 1 else f"ranks {first} to {first + shared - 1}"
 
 
-def _shortened(text: str) -> str:
-    words = " ".join(_legible(text).split())
+def _shorten(text: str) -> str:
+    words = " ".join(_escape(text).split())
     return words if len(words) <= _SHORT else f"{words[: _SHORT - 3]}..."
 
 
-def _legible(text: str) -> str:
+def _escape(text: str) -> str:
     """What a terminal would obey is written out."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

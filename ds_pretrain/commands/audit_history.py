@@ -12,18 +12,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ds_pretrain.checkpoint.manifest import RUN_STATE, published, step_name
+from ds_pretrain.checkpoint.manifest import RUN_STATE, list_published, step_name
 from ds_pretrain.config.plan import Plan, load_plan, parse_run
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_metrics
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
-from ds_pretrain.core.text import counted, listed, read_text
+from ds_pretrain.core.text import format_count_of, join_listed, read_text
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.sampler import Sampler
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import RECORD, RunRecord, read_record
-from ds_pretrain.watchdog.rollback_log import CURE, read_cure
+from ds_pretrain.watchdog.rollback_log import ROLLBACKS, read_rollback_log
 
 Span: TypeAlias = tuple[int, int]  # work taken back: steps after the first, up to the second
 
@@ -77,7 +77,7 @@ def open_audited(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited
         raise InputError(f"{place} is no run directory and no run file; name one of the two")
     out = out.absolute()
     saved, record = out / "run.toml", read_record(out)
-    if record is None and published(out / "checkpoints"):
+    if record is None and list_published(out / "checkpoints"):
         raise InputError(
             f"{out} has checkpoints, and no {RECORD} that says whose they are: put it back, or start the run "
             "once more, which makes it again from its newest checkpoint"
@@ -89,7 +89,7 @@ def open_audited(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited
     words = [*record.overrides, *overrides]
     run = parse_run(read_text(saved, "run file"), words, str(saved))
     with chdir(_start_folder(out, Path(run.out))):
-        yield _audited(out, load_plan(saved, words), record)
+        yield _open_audited(out, load_plan(saved, words), record)
 
 
 def _start_folder(out: Path, said: Path) -> Path:
@@ -100,7 +100,7 @@ def _start_folder(out: Path, said: Path) -> Path:
     return Path(*out.parts[: -len(parts)])
 
 
-def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
+def _open_audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     model = plan.run.model.model_copy(update={"pretrained": None})
     run = plan.run.model_copy(update={"validation": None, "model": model})
     try:  # of what the run file names, its training data alone
@@ -115,25 +115,25 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         for name, now in inputs.data.items()
         if name in known and known[name] != now
     ]
-    cure = read_cure(out)
+    cure = read_rollback_log(out)
     root = out / "checkpoints" if plan.run.checkpoint.local_dir is None else plan.checkpoints
-    newest = _newest_state(root, cure.rollbacks)
+    newest = _read_newest_state(root, cure.rollbacks)
     rollbacks, ledger = cure.rollbacks, cure.ledger
     if len(newest.rollbacks) > len(rollbacks):
         if len(newest.rollbacks) > record.num_inherited:
-            problems.append(_lost_cure(root, len(rollbacks), newest))
+            problems.append(_describe_lost_rollback_log(root, len(rollbacks), newest))
         rollbacks, ledger = newest.rollbacks, newest.ledger
     elif newest.step and len(newest.rollbacks) == len(rollbacks) and newest.ledger != ledger:
         problems.append(
-            f"{CURE} lists {_skips(ledger)}, and the checkpoint of step {newest.step:,} "
-            f"{_skips(newest.ledger)} that are not the same; one of them was changed by hand"
+            f"{ROLLBACKS} lists {_format_skips(ledger)}, and the checkpoint of step {newest.step:,} "
+            f"{_format_skips(newest.ledger)} that are not the same; one of them was changed by hand"
         )
-    if wrong := list(_ledger_problems(ledger, plan)):
-        raise InputError([f"{out / CURE}: {one}; put an intact copy back" for one in wrong])
+    if wrong := list(_find_ledger_problems(ledger, plan)):
+        raise InputError([f"{out / ROLLBACKS}: {one}; put an intact copy back" for one in wrong])
     num_skips = sum(rollback.response == "skip" for rollback in rollbacks)
     if num_skips != len(ledger.skips):
         problems.append(
-            f"the ledger has {_skips(ledger)}, and {num_skips} of the rollbacks skipped something; "
+            f"the ledger has {_format_skips(ledger)}, and {num_skips} of the rollbacks skipped something; "
             "expected as many: which ledger a step was trained under cannot be told"
         )
     sampler = open_sampler(plan, inputs.sources)
@@ -142,19 +142,19 @@ def _audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     )
 
 
-def _lost_cure(root: Path, num_known: int, newest: RunState) -> str:
+def _describe_lost_rollback_log(root: Path, num_known: int, newest: RunState) -> str:
     """The next start goes on as the checkpoint knows it; but whoever reads the file reads something else."""
     return (
-        f"{CURE} is missing, or lists {num_known} of the {len(newest.rollbacks)} rollbacks that the "
+        f"{ROLLBACKS} is missing, or lists {num_known} of the {len(newest.rollbacks)} rollbacks that the "
         f"checkpoint of step {newest.step:,} knows; it was deleted, emptied or replaced by an old copy: "
         f'make it anew from "rollbacks" and "skips" of {root / step_name(newest.step) / RUN_STATE}, '
         "which are the same"
     )
 
 
-def _newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState:
+def _read_newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState:
     """The newest checkpoint's that can be read and was not left by a rollback; step 0 if there is none."""
-    for folder in published(root):
+    for folder in list_published(root):
         try:
             state = RunState.from_json((folder / RUN_STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -164,7 +164,7 @@ def _newest_state(root: Path, rollbacks: Sequence[Rollback]) -> RunState:
     return RunState()
 
 
-def _ledger_problems(ledger: SkipLedger, plan: Plan) -> Iterator[str]:
+def _find_ledger_problems(ledger: SkipLedger, plan: Plan) -> Iterator[str]:
     """Skips that cannot be of this run: of a phase that it lacks, or of draws that it never comes to."""
     phases = [phase.name for phase in plan.run.phases]
     samples = plan.timeline.samples_before(plan.last_step)
@@ -181,8 +181,8 @@ def _ledger_problems(ledger: SkipLedger, plan: Plan) -> Iterator[str]:
             room += skip.stop - skip.start
 
 
-def _skips(ledger: SkipLedger) -> str:
-    return counted(len(ledger.skips), "skip")
+def _format_skips(ledger: SkipLedger) -> str:
+    return format_count_of(len(ledger.skips), "skip")
 
 
 def skip_words(skip: Skip) -> str:
@@ -190,13 +190,15 @@ def skip_words(skip: Skip) -> str:
     return f"{skip.phase} draws [{skip.start}, {skip.stop})"
 
 
-def changed_words(run: Audited) -> str:
+def describe_changes(run: Audited) -> str:
     """Why what was read before may not be what the plan says now; empty if nothing of it was changed."""
     sections = ("batch", "phases", "sources", "chunk_tokens")
     changes = [one for one in run.record.changes if one["field"].split(".")[0] in sections]
     if not changes:
         return ""
-    fields = listed(list(dict.fromkeys(f"`{one['field']}` at start {one['attempt']}" for one in changes)), 4)
+    fields = join_listed(
+        list(dict.fromkeys(f"`{one['field']}` at start {one['attempt']}" for one in changes)), 4
+    )
     return f"the run file was changed, {fields}: steps from before can have read otherwise than it says now"
 
 
@@ -208,7 +210,7 @@ class Taken:
     num_skips: int
     world_size: int | None  # None: the record of that start is lost
     checksum: int
-    shared: int  # neighboring ranks that read the same
+    sequence_parallel_size: int  # neighboring ranks that read the same
 
 
 def read_history(run: Audited, wanted: int | None = None) -> "History":
@@ -294,15 +296,16 @@ class History:
         known = self._run.rollbacks
         if not (isinstance(incident, int) and isinstance(to_step, int) and 1 <= incident <= len(known)):
             self.problems.append(
-                f"{METRICS} tells of rollback {incident} at step {step:,}, and {CURE} and the "
-                f"checkpoints know {len(known)}; put {CURE} back: what was skipped since cannot be told"
+                f"{METRICS} tells of rollback {incident} at step {step:,}, and {ROLLBACKS} and the "
+                f"checkpoints know {len(known)}; put {ROLLBACKS} back: what was skipped since cannot be told"
             )
         else:
             noted, response = known[incident - 1], record.get("response")
             if (step, to_step, response) != (noted.step, noted.to_step, noted.response):
                 self.problems.append(
                     f"rollback {incident} is a {response} at step {step:,} to step {to_step:,} in {METRICS}, "
-                    f"and a {noted.response} at step {noted.step:,} to step {noted.to_step:,} in {CURE}; "
+                    f"and a {noted.response} at step {noted.step:,} to step {noted.to_step:,} in "
+                    f"{ROLLBACKS}; "
                     "expected the same"
                 )
             self._compare_skip(incident, record.get("skipped"))
@@ -323,7 +326,7 @@ class History:
                 f"{told.get('stop')}) in {METRICS}, and {skip_words(noted)} in the ledger; expected the same"
             )
             return
-        samples = self._run.sampler.skipped(noted, self._run.ledger_of(place + 1)).grouped()
+        samples = self._run.sampler.skipped(noted, self._run.ledger_of(place + 1)).group_by_source()
         if told.get("samples", samples) != samples:
             self.problems.append(
                 f"rollback {incident} lists other samples in {METRICS} than {skip_words(noted)} are by the "

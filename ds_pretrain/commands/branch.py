@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_pretrain.checkpoint.inventory import size, verified
+from ds_pretrain.checkpoint.inventory import format_bytes, verify_folder
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -25,10 +25,10 @@ from ds_pretrain.checkpoint.manifest import (
     parse_manifest,
     step_name,
 )
-from ds_pretrain.checkpoint.remote import Remote, folder_as_remote, remote_at
-from ds_pretrain.checkpoint.retention import CALM, PINNED, manifest_sum
-from ds_pretrain.checkpoint.verify import broken_reason
-from ds_pretrain.commands.checkpoints import parent_place
+from ds_pretrain.checkpoint.remote import Remote, open_folder_as_remote, reopen_remote
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, PINNED, manifest_checksum
+from ds_pretrain.checkpoint.verify import find_damage
+from ds_pretrain.commands.checkpoints import find_parent_location
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import (
@@ -40,15 +40,15 @@ from ds_pretrain.core.files import (
 )
 from ds_pretrain.core.run_files import hold_run_directory, run_lock
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.text import listed
-from ds_pretrain.training.compatibility import differences
+from ds_pretrain.core.text import join_listed
+from ds_pretrain.training.compatibility import find_differences
 from ds_pretrain.training.preflight import Inputs, find_problems, open_inputs
 from ds_pretrain.training.record import (
     RECORD,
     Lineage,
     RunRecord,
-    foreign_files,
-    new_run_id,
+    draw_run_id,
+    list_foreign_files,
     write_record,
 )
 
@@ -57,7 +57,7 @@ from ds_pretrain.training.record import (
 class Parent:
     """The checkpoint that a run branches from, in a folder here or at a place where copies are."""
 
-    place: Remote  # that holds the folder of the step
+    location: Remote  # that holds the folder of the step
     manifest: Manifest
     manifest_sum: str  # SHA-256 of its text
     num_rollbacks: int
@@ -70,7 +70,7 @@ class Parent:
     @property
     def directory(self) -> str:
         """What holds it, in words."""
-        return self.place.place.rstrip("/")
+        return self.location.location.rstrip("/")
 
     @property
     def where(self) -> str:
@@ -83,13 +83,13 @@ class Parent:
         return None if "://" in self.directory else Path(self.where)
 
 
-def branch_command(words: argparse.Namespace) -> int:
+def run_branch(words: argparse.Namespace) -> int:
     """Make a run that begins from a checkpoint of another."""
-    branch(parent_place(words.parent), words.at, load_plan(words.run_file, words.overrides))
+    create_branch(find_parent_location(words.parent), words.at, load_plan(words.run_file, words.overrides))
     return 0
 
 
-def branch(place: Path | Remote, step: int, plan: Plan) -> None:
+def create_branch(place: Path | Remote, step: int, plan: Plan) -> None:
     """Make the run directory of `plan` so that a start goes on from the checkpoint of `step` at `place`.
 
     Everything is checked first, without an engine; nothing is left behind where it fails.
@@ -97,24 +97,24 @@ def branch(place: Path | Remote, step: int, plan: Plan) -> None:
     Raises:
         InputError: with every problem found.
     """
-    parent = _read_parent(folder_as_remote(place) if isinstance(place, Path) else place, step)
+    parent = _read_parent(open_folder_as_remote(place) if isinstance(place, Path) else place, step)
     inputs = open_inputs(plan)
     manifest = parent.manifest
     record = RunRecord(
         name=plan.run.name,
         identity={**manifest.identity, "name": plan.run.name},  # the parent's past under a new name
         attempt=0,
-        wandb_id=new_run_id(),
+        wandb_id=draw_run_id(),
         saved_step=step,
         origin=parent.where,
         num_inherited=parent.num_rollbacks,
         lineage=Lineage(parent.name, manifest.wandb_id, parent.directory, step, parent.manifest_sum),
     )
-    target = _checkpoints_folder(plan) / step_name(step)
-    if problems := list(_problems(plan, parent, inputs, record)):
+    target = _find_checkpoints_folder(plan) / step_name(step)
+    if problems := list(_find_problems(plan, parent, inputs, record)):
         raise InputError(problems)
     _warn_of_decay(manifest)
-    if parent.folder is not None and (reason := verified(parent.folder)):
+    if parent.folder is not None and (reason := verify_folder(parent.folder)):
         raise InputError(f"{parent.where} is broken: {reason}; branch from another checkpoint")
     lock = run_lock(plan.out)
     hold_run_directory(lock, plan.out, f"{plan.run_path}: out")
@@ -128,21 +128,21 @@ def branch(place: Path | Remote, step: int, plan: Plan) -> None:
 
 
 def _read_parent(place: Remote, step: int) -> Parent:
-    if step not in (there := place.steps()):
-        steps = listed([f"{s:,}" for s in there], len(there)) or "none"
-        raise InputError(f"{place.place} has no checkpoint of step {step:,}; it has: {steps}")
+    if step not in (there := place.list_steps()):
+        steps = join_listed([f"{s:,}" for s in there], len(there)) or "none"
+        raise InputError(f"{place.location} has no checkpoint of step {step:,}; it has: {steps}")
     try:
         texts = [place.read(step, name) or b"" for name in (MANIFEST, RUN_STATE)]
         manifest, state = parse_manifest(texts[0].decode()), RunState.from_json(texts[1].decode())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{place.place}/{step_name(step)} is broken: its manifest or {RUN_STATE} cannot be read "
+            f"{place.location}/{step_name(step)} is broken: its manifest or {RUN_STATE} cannot be read "
             f"({error}); branch from another checkpoint"
         ) from None
-    return Parent(place, manifest, manifest_sum(texts[0]), len(state.rollbacks))
+    return Parent(place, manifest, manifest_checksum(texts[0]), len(state.rollbacks))
 
 
-def _checkpoints_folder(plan: Plan) -> Path:
+def _find_checkpoints_folder(plan: Plan) -> Path:
     """The folder that a start finds its checkpoints in: all hosts see it, also where each has its own."""
     if plan.run.checkpoint.local_dir is None:
         return plan.checkpoints
@@ -156,7 +156,7 @@ def _checkpoints_folder(plan: Plan) -> Path:
     return Path(plan.upload_to)
 
 
-def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> Iterator[str]:
+def _find_problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> Iterator[str]:
     step, run = parent.manifest.step, plan.run
     if run.name == parent.name:
         yield (
@@ -174,19 +174,19 @@ def _problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord) -> 
             f"and the branch begins at step {step:,}: nothing is left to train; it counts from the parent's "
             "beginning"
         )
-    if inside := list(_overlaps(plan, parent)):
+    if inside := list(_find_overlaps(plan, parent)):
         yield from (f"{plan.run_path}: {problem}" for problem in inside)
-    elif found := foreign_files(plan.out):
+    elif found := list_foreign_files(plan.out):
         yield f"{plan.run_path}: out = {plan.out} is not empty ({found}); give an empty or a new folder"
-    elif (problem := _shipped_problem(plan)) is not None:
+    elif (problem := _check_remote(plan)) is not None:
         yield problem
     elif not is_over:
         yield from find_problems(plan, inputs, None, "the branch")
     if not is_over:  # else that is what differs
-        yield from differences(plan, record, inputs.data)
+        yield from find_differences(plan, record, inputs.data)
 
 
-def _overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
+def _find_overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
     """Places of the new run that are the parent's: who deletes one takes both."""
     section = plan.run.checkpoint
     places = {
@@ -200,11 +200,11 @@ def _overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
         if "://" in place:
             if place.rstrip("/") == parent.directory:
                 yield f"{key} = {place} is where the parent's checkpoints are; name another place"
-        elif (whose := _holder(parent, Path(place).resolve())) is not None:
+        elif (whose := _find_holder(parent, Path(place).resolve())) is not None:
             yield f"{key} = {place} lies in {whose}; name a folder outside of it"
 
 
-def _holder(parent: Parent, place: Path) -> str | None:
+def _find_holder(parent: Parent, place: Path) -> str | None:
     roots: dict[Path, str] = {}
     if parent.folder is not None:
         root = parent.folder.parent.resolve()
@@ -219,15 +219,15 @@ def _holder(parent: Parent, place: Path) -> str | None:
     return None
 
 
-def _shipped_problem(plan: Plan) -> str | None:
+def _check_remote(plan: Plan) -> str | None:
     """Why checkpoints of the new run cannot go to its place, as far as looking tells; a start proves it."""
     place = plan.run.checkpoint.upload_to
     if place is None:
         return None
     with suppress(InputError, OSError):
-        remote = remote_at(place)
-        found = (remote.label() or b"").decode(errors="replace")
-        if found := found or "".join(f"step {step:,}" for step in remote.steps()[:1]):
+        remote = reopen_remote(place)
+        found = (remote.read_label() or b"").decode(errors="replace")
+        if found := found or "".join(f"step {step:,}" for step in remote.list_steps()[:1]):
             return (
                 f"{plan.run_path}: checkpoint.upload_to = {place} holds the checkpoints of another run "
                 f"({found[:200]}); give each run a place of its own"
@@ -251,7 +251,7 @@ def _pin(parent: Parent, plan: Plan) -> None:
 
     The branch does not need it, so one that is another's to write to may be left as it is.
     """
-    place, step = parent.place, parent.manifest.step
+    place, step = parent.location, parent.manifest.step
     mark = {"name": plan.run.name, "out": str(plan.out.absolute())}
     try:
         place.write(step, PINNED, (place.read(step, PINNED) or b"") + json.dumps(mark).encode() + b"\n")
@@ -267,13 +267,13 @@ def _begin(plan: Plan, parent: Parent, record: RunRecord, target: Path) -> str:
     """Fill the run directory, the checkpoint's name last; how its files came there."""
     building = target.with_name(target.name + PARTIAL)
     try:
-        num_written = _bring(parent, building)
+        num_written = _copy_files(parent, building)
         write_record(plan.out, record)  # before the manifest: a start after a kill here knows the lineage
-        write_atomic(building / MANIFEST, _own_manifest(plan, parent, record).to_json())
-        if num_written and (reason := broken_reason(building)):
+        write_atomic(building / MANIFEST, _build_manifest(plan, parent, record).to_json())
+        if num_written and (reason := find_damage(building)):
             raise InputError(f"{building} was copied and reads back wrong ({reason}); look at that disk")
-        if parent.place.size(parent.manifest.step, CALM) is not None:
-            (building / CALM).touch()
+        if parent.location.get_size(parent.manifest.step, KNOWN_GOOD) is not None:
+            (building / KNOWN_GOOD).touch()
         for folder in {building, *(path.parent for path in building.rglob("*"))}:
             sync_folder(folder)
         write_point("publish branch")
@@ -286,10 +286,10 @@ def _begin(plan: Plan, parent: Parent, record: RunRecord, target: Path) -> str:
             target.parent.rmdir()  # if it is empty
         raise
     how = "fetched" if parent.folder is None else "copied"
-    return f"{size(num_written)} {how}" if num_written else "linked, no bytes copied"
+    return f"{format_bytes(num_written)} {how}" if num_written else "linked, no bytes copied"
 
 
-def _own_manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
+def _build_manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
     """The manifest of the parent's checkpoint, as one of the new run.
 
     Its probe stays: the first start knows by the identities whether its model computes the same there.
@@ -303,7 +303,7 @@ def _own_manifest(plan: Plan, parent: Parent, record: RunRecord) -> Manifest:
     )
 
 
-def _bring(parent: Parent, building: Path) -> int:
+def _copy_files(parent: Parent, building: Path) -> int:
     """Put every file that the manifest lists into a folder; the bytes that were written.
 
     A link takes no room: nothing writes into a checkpoint's files, and a deletion takes one of two names.
@@ -325,10 +325,11 @@ def _bring(parent: Parent, building: Path) -> int:
             how = "takes" if here is None else "cannot be linked there, and a copy takes"
             larger = "a larger disk" if here is None else "the file system of the parent"
             raise InputError(
-                f"{building.parent}: {parent.where} {how} {size(missing)} where {size(free)} are free; make "
+                f"{building.parent}: {parent.where} {how} {format_bytes(missing)} where "
+                f"{format_bytes(free)} are free; make "
                 f"room, or put `out` on {larger}"
             )
-        if parent.place.fetch(parent.manifest.step, name, path) != entry:
+        if parent.location.download(parent.manifest.step, name, path) != entry:
             raise InputError(
                 f"{parent.where} is broken: {name} is not what its manifest says; branch from another "
                 "checkpoint"

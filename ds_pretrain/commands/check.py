@@ -9,23 +9,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_pretrain.checkpoint.interval import Costs, advice_lines, spoken, stall_warning
-from ds_pretrain.commands.train import world_source
+from ds_pretrain.checkpoint.interval import Costs, check_stall, format_interval_advice, format_seconds
+from ds_pretrain.commands.train import describe_world_source
 from ds_pretrain.config.plan import Plan, load_plan
-from ds_pretrain.config.timeline import to_steps
+from ds_pretrain.config.timeline import convert_to_steps
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS
-from ds_pretrain.launch.hostfile import num_ranks, read_hostfile
-from ds_pretrain.models.config_check import asks_transformers, without_transformers
-from ds_pretrain.models.pretrained import Base
-from ds_pretrain.training.preflight import build_problems, find_problems, open_inputs, summary
+from ds_pretrain.launch.hostfile import count_ranks, read_hostfile
+from ds_pretrain.models.config_check import hide_transformers, uses_transformers
+from ds_pretrain.models.pretrained import Pretrained
+from ds_pretrain.training.preflight import build_problems, find_problems, format_summary, open_inputs
 
 _NEWEST = 1000  # measurements of each kind: an older one may be of other hardware
 
 
 def check_command(words: argparse.Namespace) -> int:
     """Print what the run file resolves to; an InputError has all that is wrong with it."""
-    with without_transformers() if words.quick else nullcontext():
+    with hide_transformers() if words.quick else nullcontext():
         return _check(words)
 
 
@@ -33,30 +33,30 @@ def _check(words: argparse.Namespace) -> int:
     plan = load_plan(words.run_file, words.overrides)
     world_size = words.world
     if words.hostfile is not None:
-        world_size = num_ranks(read_hostfile(words.hostfile))
+        world_size = count_ranks(read_hostfile(words.hostfile))
         if words.world not in (None, world_size):
             raise InputError(
                 f"--world {words.world}, but {words.hostfile} has {world_size} slots; leave one of them out"
             )
     inputs = open_inputs(plan)
-    problems = find_problems(plan, inputs, world_size, world_source(words))
-    if not problems and asks_transformers():
-        problems = build_problems(plan, inputs.base)
+    problems = find_problems(plan, inputs, world_size, describe_world_source(words))
+    if not problems and uses_transformers():
+        problems = build_problems(plan, inputs.pretrained)
     if problems:
         raise InputError(problems)
     for line in (
-        *summary(plan, inputs, world_size),
-        *_model_lines(inputs.base, words.quick),
-        *interval_lines(plan),
+        *format_summary(plan, inputs, world_size),
+        *_format_model(inputs.pretrained, words.quick),
+        *format_interval(plan),
     ):
         print(line)
     print(f"ok         {words.run_file}")
     return 0
 
 
-def _model_lines(base: Base | None, quick: bool) -> Iterator[str]:
+def _format_model(base: Pretrained | None, quick: bool) -> Iterator[str]:
     """What was looked at in the model's own code, or that it was not."""
-    if not asks_transformers():
+    if not uses_transformers():
         why = "--quick" if quick else "transformers or torch cannot be imported here"
         weights = f", and whether the tensors of {base.folder} fit it" if base else ""
         yield (
@@ -71,46 +71,48 @@ def _model_lines(base: Base | None, quick: bool) -> Iterator[str]:
         )
 
 
-def interval_lines(plan: Plan) -> Iterator[str]:
+def format_interval(plan: Plan) -> Iterator[str]:
     """How often to save, from what this run has measured; or the one line of what is needed to say it."""
     section = plan.run.checkpoint
-    saves = _newest_records(plan.out, "checkpoint")
-    stall, complete = _median(saves, "stall_seconds"), _median(saves, "total_seconds")
+    saves = _read_newest_records(plan.out, "checkpoint")
+    stall, complete = _compute_median(saves, "stall_seconds"), _compute_median(saves, "total_seconds")
     if section.mtbf is None or stall is None or complete is None:
         mtbf = 'checkpoint.mtbf, the mean time between failures here (like "8 h")'
         save = "a first save of this run, to be measured"
         needed = [words for words, lacks in ((mtbf, section.mtbf is None), (save, stall is None)) if lacks]
         yield f"saves      advice on checkpoint.every needs {' and '.join(needed)}"
         return
-    restore = _median(_newest_records(plan.out, "resume"), "restore_seconds")
-    interval = _interval_seconds(plan)
+    restore = _compute_median(_read_newest_records(plan.out, "resume"), "restore_seconds")
+    interval = _estimate_interval(plan)
     yield (
-        f"saves      measured: training stands still for {spoken(stall)}, a checkpoint is complete after "
-        f"{spoken(complete)}, a restore takes {'an unknown time' if restore is None else spoken(restore)}"
+        f"saves      measured: training stands still for {format_seconds(stall)}, a checkpoint is "
+        f"complete after "
+        f"{format_seconds(complete)}, a restore takes "
+        f"{'an unknown time' if restore is None else format_seconds(restore)}"
     )
     costs = Costs(stall, complete, restore or 0.0, section.mtbf.seconds)
-    yield from (f"           {line}" for line in advice_lines(costs, interval))
-    warning = None if interval is None else stall_warning(stall, interval, section.max_stall_fraction)
+    yield from (f"           {line}" for line in format_interval_advice(costs, interval))
+    warning = None if interval is None else check_stall(stall, interval, section.max_stall_fraction)
     if warning is not None:
         yield f"warning    {warning}"
 
 
-def _interval_seconds(plan: Plan) -> float | None:
+def _estimate_interval(plan: Plan) -> float | None:
     """Seconds between saves as `checkpoint.every` has them where a run stands: the first one to come."""
-    steps = _newest_records(plan.out, "step")
-    step_seconds = _median(steps, "step_seconds")
+    steps = _read_newest_records(plan.out, "step")
+    step_seconds = _compute_median(steps, "step_seconds")
     seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]
     if step_seconds is not None:
         segment = plan.timeline.at(min(steps[-1]["step"], plan.last_step) - 1)
         seconds += (
-            to_steps(duration, segment.tokens_per_step) * step_seconds
+            convert_to_steps(duration, segment.tokens_per_step) * step_seconds
             for duration in plan.run.checkpoint.every
             if duration.unit != "seconds"
         )
     return min(seconds, default=None)
 
 
-def _newest_records(out: Path, event: str) -> list[dict[str, Any]]:
+def _read_newest_records(out: Path, event: str) -> list[dict[str, Any]]:
     """The newest records of an event, however many steps the run has; torn lines are skipped."""
     mark = f'"event": "{event}"'.encode()  # only what is kept is taken apart
     lines: deque[bytes] = deque(maxlen=_NEWEST)
@@ -123,6 +125,6 @@ def _newest_records(out: Path, event: str) -> list[dict[str, Any]]:
     return records
 
 
-def _median(records: list[dict[str, Any]], field: str) -> float | None:
+def _compute_median(records: list[dict[str, Any]], field: str) -> float | None:
     values = [value for record in records if isinstance(value := record.get(field), int | float)]
     return median(values) if values else None

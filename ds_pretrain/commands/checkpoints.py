@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, published, step_name, step_of
-from ds_pretrain.checkpoint.remote import Remote, folder_as_remote, remote_at
+from ds_pretrain.checkpoint.manifest import MANIFEST, list_published, parse_step, step_name
+from ds_pretrain.checkpoint.remote import Remote, open_folder_as_remote, reopen_remote
 from ds_pretrain.checkpoint.retention import PINNED, read_branches
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.config.schema import check_place
+from ds_pretrain.config.schema import check_location
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import compute_checksum
 
 EXIT_DIFFERENT = 1  # of `diff`, as that of diff(1)
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checkpoints_command(words: argparse.Namespace) -> int:
+def run_checkpoints(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
     action = _ACTIONS[words.action]
     if words.shipped and not action.is_there:
@@ -48,14 +48,14 @@ def checkpoints_command(words: argparse.Namespace) -> int:
     return action.act(_Asked(Path(words.run), words.shipped), words.names)
 
 
-def checkpoint_root(run: Path) -> Path:
+def find_checkpoint_root(run: Path) -> Path:
     """The folder of checkpoints that is meant: of a run directory, of a run file's, or itself.
 
     Raises:
         InputError: it is not here, and the run file says where checkpoints are, too.
     """
     if run.is_dir():
-        return run if published(run) else run / "checkpoints"
+        return run if list_published(run) else run / "checkpoints"
     plan = load_plan(run)
     root = plan.out / "checkpoints"
     if root.is_dir() or plan.upload_to is None:
@@ -67,7 +67,7 @@ def checkpoint_root(run: Path) -> Path:
     )
 
 
-def parent_place(run: str) -> Path | Remote:
+def find_parent_location(run: str) -> Path | Remote:
     """Where the checkpoints are that another run begins from: here, or where they were shipped to.
 
     Raises:
@@ -75,12 +75,12 @@ def parent_place(run: str) -> Path | Remote:
     """
     if "://" in run:
         try:
-            return remote_at(check_place(run))
+            return reopen_remote(check_location(run))
         except ValueError as error:
             raise InputError(str(error)) from None
     if (path := Path(run)).is_dir():
-        root = checkpoint_root(path)
-        if published(root) or not (path / "run.toml").is_file():
+        root = find_checkpoint_root(path)
+        if list_published(root) or not (path / "run.toml").is_file():
             return root
         raise InputError(
             f"{run} holds no checkpoint; give the run file, whose checkpoint.upload_to says where they were "
@@ -88,9 +88,9 @@ def parent_place(run: str) -> Path | Remote:
         )
     plan = load_plan(path)
     root = plan.out / "checkpoints"
-    if published(root) or plan.upload_to is None:
+    if list_published(root) or plan.upload_to is None:
         return root
-    return remote_at(plan.upload_to) if "://" in plan.upload_to else Path(plan.upload_to)
+    return reopen_remote(plan.upload_to) if "://" in plan.upload_to else Path(plan.upload_to)
 
 
 @dataclass(frozen=True)
@@ -102,33 +102,33 @@ class _Asked:
 
     @cached_property
     def root(self) -> Path:
-        return checkpoint_root(self.run)
+        return find_checkpoint_root(self.run)
 
     @cached_property
-    def place(self) -> Remote:
+    def location(self) -> Remote:
         if not self.is_shipped:
-            return folder_as_remote(self.root)
+            return open_folder_as_remote(self.root)
         place = load_plan(self.run).upload_to
         if place is None:
             raise InputError(
                 f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
             )
-        return remote_at(place)
+        return reopen_remote(place)
 
     def steps(self) -> list[int]:
         """The newest first. A folder here may be broken in that it has no manifest."""
         if self.is_shipped:
-            return self.place.steps()
-        return [step for folder in published(self.root) if (step := step_of(folder.name)) is not None]
+            return self.location.list_steps()
+        return [step for folder in list_published(self.root) if (step := parse_step(folder.name)) is not None]
 
     def step(self, name: str) -> int:
         """The step of that name, if there is a checkpoint of it."""
-        step, there = _step(name), self.steps()
+        step, there = _parse_step_name(name), self.steps()
         if step is None:
             raise InputError(f"{name!r} is no step; give a whole number, as `checkpoints RUN` lists them")
         if step not in there:
             listed = ", ".join(f"{s:,}" for s in there) or "none"
-            raise InputError(f"{self.place.place} has no checkpoint of step {step:,}; it has: {listed}")
+            raise InputError(f"{self.location.location} has no checkpoint of step {step:,}; it has: {listed}")
         return step
 
     def folder(self, name: str) -> Path:
@@ -138,21 +138,21 @@ class _Asked:
     @property
     def there(self) -> str:
         """For a message: where, if not here."""
-        return f" at {self.place.place}" if self.is_shipped else ""
+        return f" at {self.location.location}" if self.is_shipped else ""
 
 
-def _list(asked: _Asked, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import entries_there, listed, table
+def _list_checkpoints(asked: _Asked, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import format_inventory, format_table, list_remote_entries
 
     if asked.is_shipped:
-        lines = list(table(list(entries_there(asked.place)), datetime.now(UTC)))
+        lines = list(format_table(list(list_remote_entries(asked.location)), datetime.now(UTC)))
     else:
-        lines = [*_lineage(asked.root.parent), *listed(asked.root)]
-    print("\n".join(lines) or f"{asked.place.place} holds no checkpoint")
+        lines = [*_format_lineage(asked.root.parent), *format_inventory(asked.root)]
+    print("\n".join(lines) or f"{asked.location.location} holds no checkpoint")
     return 0
 
 
-def _lineage(out: Path) -> Iterator[str]:
+def _format_lineage(out: Path) -> Iterator[str]:
     """Where a branch comes from."""
     from ds_pretrain.training.record import read_record
 
@@ -164,7 +164,7 @@ def _lineage(out: Path) -> Iterator[str]:
     folder = f"{line.directory}/{step_name(line.step)}"
     now = "not looked at" if "://" in folder else "it is no longer there"
     with suppress(OSError):
-        is_same = checksum(Path(folder) / MANIFEST) == line.manifest
+        is_same = compute_checksum(Path(folder) / MANIFEST) == line.manifest
         now = "it is there" if is_same else "another one is there now"
     yield (
         f"branched from {line.name} at step {line.step:,}: {folder} (run {line.run}, manifest "
@@ -173,15 +173,19 @@ def _lineage(out: Path) -> Iterator[str]:
 
 
 def _verify(asked: _Asked, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import verified, wrong_there
+    from ds_pretrain.checkpoint.inventory import find_remote_problem, verify_folder
 
     steps = [asked.step(name) for name in names] or asked.steps()
     if not steps:
-        print(f"{asked.place.place} holds no checkpoint")
+        print(f"{asked.location.location} holds no checkpoint")
     all_intact = True
     for step in steps:
         folder = step_name(step)
-        reason = wrong_there(asked.place, step) if asked.is_shipped else verified(asked.root / folder)
+        reason = (
+            find_remote_problem(asked.location, step)
+            if asked.is_shipped
+            else verify_folder(asked.root / folder)
+        )
         all_intact &= reason is None
         print(f"{folder}  {reason or 'intact'}", flush=True)
     if not all_intact:
@@ -190,15 +194,15 @@ def _verify(asked: _Asked, names: list[str]) -> int:
 
 
 def _pin(asked: _Asked, names: list[str]) -> int:
-    step, place = asked.step(names[0]), asked.place
-    if place.size(step, PINNED) is None:  # what a branch noted there stays
+    step, place = asked.step(names[0]), asked.location
+    if place.get_size(step, PINNED) is None:  # what a branch noted there stays
         place.write(step, PINNED, b"")
     print(f"{step_name(step)} is kept for good{asked.there}")
     return 0
 
 
 def _unpin(asked: _Asked, names: list[str]) -> int:
-    step, place = asked.step(names[0]), asked.place
+    step, place = asked.step(names[0]), asked.location
     branched = read_branches(place.read(step, PINNED) or b"")
     place.remove(step, PINNED)
     runs = ", ".join(f"{name} ({out})" for name, out in branched)
@@ -210,27 +214,27 @@ def _unpin(asked: _Asked, names: list[str]) -> int:
     return 0
 
 
-def _universal(asked: _Asked, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.inventory import verified
+def _convert_to_universal(asked: _Asked, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.inventory import verify_folder
     from ds_pretrain.checkpoint.reshard import convert
 
     folder = asked.folder(names[0])
-    if reason := verified(folder):
+    if reason := verify_folder(folder):
         raise InputError(f"{folder} is broken: {reason}; only an intact checkpoint is converted")
     print(f"{convert(folder)} can be loaded on any number of ranks")
     return 0
 
 
-def _diff(asked: _Asked, names: list[str]) -> int:
-    from ds_pretrain.checkpoint.diff import described, differences
+def _compare_two(asked: _Asked, names: list[str]) -> int:
+    from ds_pretrain.checkpoint.diff import compare_checkpoints, describe_differences
 
-    a, b = (Path(name) if _step(name) is None else asked.folder(name) for name in names)
-    found = differences(a, b)
-    print("\n".join(described(found)))
-    return 0 if found.none else EXIT_DIFFERENT
+    a, b = (Path(name) if _parse_step_name(name) is None else asked.folder(name) for name in names)
+    found = compare_checkpoints(a, b)
+    print("\n".join(describe_differences(found)))
+    return 0 if found.is_empty else EXIT_DIFFERENT
 
 
-def _step(name: str) -> int | None:
+def _parse_step_name(name: str) -> int | None:
     digits = name.replace(",", "").replace("_", "")
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
@@ -243,10 +247,10 @@ class _Action:
 
 
 _ACTIONS = {
-    "list": _Action(_list, (0,), is_there=True),
+    "list": _Action(_list_checkpoints, (0,), is_there=True),
     "verify": _Action(_verify, (0, 1), is_there=True),
-    "diff": _Action(_diff, (2,), is_there=False),
+    "diff": _Action(_compare_two, (2,), is_there=False),
     "pin": _Action(_pin, (1,), is_there=True),
     "unpin": _Action(_unpin, (1,), is_there=True),
-    "universal": _Action(_universal, (1,), is_there=False),
+    "universal": _Action(_convert_to_universal, (1,), is_there=False),
 }

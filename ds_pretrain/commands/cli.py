@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand anywhere; argparse alone wants them beside the run file."""
-    parser = _parser()
+    parser = _build_parser()
     words, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(words, "overrides") or not all(_is_override(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(word for word in rest if not _is_override(word))}")
@@ -57,7 +57,7 @@ def _is_override(word: str) -> bool:
     return "=" in word and not word.startswith("-")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     """Each sub-command is `NAME_command` of the module of its name."""
     parser = argparse.ArgumentParser(
         prog="ds-pretrain", description="Pretrain language models with DeepSpeed."

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.text import format_count_of
 from ds_pretrain.data.prepare import PrepareOptions, prepare
 
 
@@ -23,7 +23,7 @@ def prepare_command(words: argparse.Namespace) -> int:
         progress=not words.quiet,
     )
     done = prepare(options)
-    size = f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
+    size = f"{format_count_of(done.documents, 'document')}, {format_count_of(done.tokens, 'token')}"
     print(
         f"{done.prefix}: {size} ({done.dtype}, vocabulary "
         f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones "
@@ -31,7 +31,8 @@ def prepare_command(words: argparse.Namespace) -> int:
     )
     if done.replaced:
         print(
-            f"WARNING    {counted(done.replaced, 'document')} with U+FFFD, which stands for bytes that are "
+            f"WARNING    {format_count_of(done.replaced, 'document')} with U+FFFD, which stands for bytes "
+            f"that are "
             "not UTF-8; `grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
             file=sys.stderr,
         )

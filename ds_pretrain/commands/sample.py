@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import published, step_of
+from ds_pretrain.checkpoint.manifest import list_published, parse_step
 from ds_pretrain.checkpoint.shards import open_shards
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data.indexed import open_source
-from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
+from ds_pretrain.data.tokenizer import Tokenizer, open_tokenizer_of
 from ds_pretrain.models.build import build_model
-from ds_pretrain.training.curriculum import model_text
+from ds_pretrain.training.curriculum import resolve_model_text
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
 
 
-def sample_command(words: argparse.Namespace) -> int:
+def run_sample(words: argparse.Namespace) -> int:
     """Print what a checkpoint of the run says."""
     plan = load_plan(words.run_file, words.overrides)
-    texts = sample(
+    texts = generate_samples(
         plan,
         words.prompt,
         count=words.count,
@@ -42,7 +42,7 @@ def sample_command(words: argparse.Namespace) -> int:
     return 0
 
 
-def sample(
+def generate_samples(
     plan: Plan, prompt: str, *, count: int, max_tokens: int, temperature: float, seed: int, step: int | None
 ) -> Iterator[tuple[str, str]]:
     """(checkpoint, text) of `count` continuations of `prompt`; an empty prompt starts a document.
@@ -53,9 +53,9 @@ def sample(
     _refuse_words(prompt, count, max_tokens, temperature, seed)
     tokenizer = run_tokenizer(plan)
     start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
-    folder = store.newest_intact(_root(plan), step)
-    _refuse_length(_model_text(plan, folder), 1 + len(start), max_tokens)
-    model = trained_model(plan, folder)
+    folder = store.find_newest_intact(_find_root(plan), step)
+    _refuse_length(_read_model_text(plan, folder), 1 + len(start), max_tokens)
+    model = load_trained_model(plan, folder)
     device = "cuda" if uses_gpu() else "cpu"
     model.to(device)
     torch.manual_seed(seed)
@@ -74,13 +74,13 @@ def sample(
         yield folder.name, tokenizer.decode(out[0].tolist())
 
 
-def trained_model(plan: Plan, folder: Path) -> Any:
+def load_trained_model(plan: Plan, folder: Path) -> Any:
     """The run's Transformers model with the weights of the checkpoint `folder`, in fp32, on the CPU.
 
     Raises:
         InputError: the run file's model is not the one that was saved.
     """
-    model = whole_model(plan, _model_text(plan, folder)).eval()
+    model = build_whole_model(plan, _read_model_text(plan, folder)).eval()
     try:
         model.load_state_dict(open_shards(folder).whole_weights())
     except RuntimeError as error:
@@ -91,7 +91,7 @@ def trained_model(plan: Plan, folder: Path) -> Any:
     return model
 
 
-def whole_model(plan: Plan, text: str | None = None) -> nn.Module:
+def build_whole_model(plan: Plan, text: str | None = None) -> nn.Module:
     """The run's fresh model in this process alone, in fp32, on the CPU; of `text`, if a phase changed it."""
     model: nn.Module = build_model(
         text or plan.model_text,
@@ -110,7 +110,7 @@ def whole_model(plan: Plan, text: str | None = None) -> nn.Module:
 def run_tokenizer(plan: Plan) -> Tokenizer:
     """The tokenizer that the run's sources were prepared with."""
     for section in plan.run.sources.values():
-        if tokenizer := tokenizer_of(open_source(section.path)):
+        if tokenizer := open_tokenizer_of(open_source(section.path)):
             return tokenizer
     raise InputError(
         f"{plan.run_path}: no source says which tokenizer made it, so ids cannot be turned into text; "
@@ -118,10 +118,10 @@ def run_tokenizer(plan: Plan) -> Tokenizer:
     )
 
 
-def _root(plan: Plan) -> Path:
+def _find_root(plan: Plan) -> Path:
     """Where whole checkpoints lie: in the run directory, or else in this host's own folder."""
     shared = plan.out / "checkpoints"
-    return shared if published(shared) else plan.checkpoints
+    return shared if list_published(shared) else plan.checkpoints
 
 
 def _refuse_words(prompt: str, count: int, max_tokens: int, temperature: float, seed: int) -> None:
@@ -143,9 +143,9 @@ def _refuse_words(prompt: str, count: int, max_tokens: int, temperature: float, 
         raise InputError(problems)
 
 
-def _model_text(plan: Plan, folder: Path) -> str:
+def _read_model_text(plan: Plan, folder: Path) -> str:
     """The config of the phase that a checkpoint was trained in."""
-    return model_text(plan, min(step_of(folder.name) or 0, plan.last_step))
+    return resolve_model_text(plan, min(parse_step(folder.name) or 0, plan.last_step))
 
 
 def _refuse_length(text: str, prompt_tokens: int, max_tokens: int) -> None:

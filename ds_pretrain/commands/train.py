@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.launch.command import compose
-from ds_pretrain.launch.hostfile import num_ranks
+from ds_pretrain.launch.hostfile import count_ranks
 from ds_pretrain.launch.run import run
 from ds_pretrain.training.preflight import find_problems, open_inputs
 
@@ -35,14 +35,14 @@ def launch(words: argparse.Namespace, overrides: Sequence[str], flags: Sequence[
         master_port=words.master_port,
         ssh_port=words.ssh_port,
     )
-    world_size = num_ranks(command.hosts) or None
-    if problems := find_problems(plan, open_inputs(plan), world_size, world_source(words)):
+    world_size = count_ranks(command.hosts) or None
+    if problems := find_problems(plan, open_inputs(plan), world_size, describe_world_source(words)):
         raise InputError(problems)
     print(" ".join(command.argv), flush=True)
     return run(command, plan.out)
 
 
-def world_source(words: argparse.Namespace) -> str:
+def describe_world_source(words: argparse.Namespace) -> str:
     """Where the number of ranks comes from, for messages."""
     if words.hostfile is not None:
         return f"--hostfile {words.hostfile}"

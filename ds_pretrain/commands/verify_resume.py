@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.checkpoint.inventory import chosen
-from ds_pretrain.checkpoint.manifest import step_name, step_of
+from ds_pretrain.checkpoint.inventory import choose_folder
+from ds_pretrain.checkpoint.manifest import parse_step, step_name
 from ds_pretrain.commands.train import launch
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Timeline
 from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, InputError
 from ds_pretrain.core.files import FileLock
-from ds_pretrain.core.jsonl import METRICS, read_metrics, shown
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.jsonl import METRICS, read_metrics, show_value
+from ds_pretrain.core.text import format_count_of
 
 Start = Callable[[Sequence[str], Sequence[str]], int]  # overrides and flags of a launch to its exit code
 
@@ -48,7 +48,7 @@ _REPEATED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Workdir:
     """The folders of one proof."""
 
     folder: Path
@@ -90,28 +90,29 @@ def verify_resume(
     if plan.last_step < last:
         after = "" if begin is None else f" after step {begin:,}"
         raise InputError(
-            f"{plan.run_path}: schedule.length is {counted(plan.last_step, 'step')}, and the proof trains "
+            f"{plan.run_path}: schedule.length is {format_count_of(plan.last_step, 'step')}, and the "
+            f"proof trains "
             f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
         )
-    origin = None if begin is None else chosen(plan.out / "checkpoints", begin).absolute()
-    place = Place(plan.out.with_name(f"{plan.out.name}.verify-resume"))
+    origin = None if begin is None else choose_folder(plan.out / "checkpoints", begin).absolute()
+    place = Workdir(plan.out.with_name(f"{plan.out.name}.verify-resume"))
     launch_both = partial(
-        start, [*overrides, *_own_overrides(place, middle, origin)], ["--stop-after", str(last)]
+        start, [*overrides, *_build_overrides(place, middle, origin)], ["--stop-after", str(last)]
     )
-    with _held(place.folder):
+    with _hold_workdir(place.folder):
         code = _train_twice(launch_both, place, middle, last)
         if code == EXIT_FINISHED and not _compare(place, middle, last):
             code = EXIT_FAILED
     if code != EXIT_FINISHED:
         print(f"kept for a closer look: {place.folder}")
         return code
-    for line in covered(plan.timeline, middle, last):
+    for line in describe_coverage(plan.timeline, middle, last):
         print(line)
     shutil.rmtree(place.folder)
     return EXIT_FINISHED
 
 
-def _train_twice(launch_run: Callable[[], int], place: Place, middle: int, last: int) -> int:
+def _train_twice(launch_run: Callable[[], int], place: Workdir, middle: int, last: int) -> int:
     """Both launches; what the first saved after the middle is out of the second one's way, in `straight/`."""
     for which, saves in (("first", (middle, last)), ("second", (last,))):
         print(f"verify-resume: the {which} launch", flush=True)
@@ -124,12 +125,12 @@ def _train_twice(launch_run: Callable[[], int], place: Place, middle: int, last:
         if which == "first":
             place.straight(last).parent.mkdir()
             for folder in list(place.saved(last).parent.iterdir()):
-                if (step_of(folder.name.partition(".")[0]) or 0) > middle:
+                if (parse_step(folder.name.partition(".")[0]) or 0) > middle:
                     folder.rename(place.straight(last).with_name(folder.name))
     return EXIT_FINISHED
 
 
-def covered(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
+def describe_coverage(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
     """Which steps were proven after a resume at `middle`, and what of the run was not."""
     here, elsewhere = [], []
     for segment in timeline.segments:
@@ -148,7 +149,7 @@ def covered(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
         )
 
 
-def first_difference(
+def find_first_difference(
     straight: Mapping[int, Mapping[str, Any]], resumed: Mapping[int, Mapping[str, Any]], steps: range
 ) -> str | None:
     """The first step that differs between two starts, and in what; None if all of `steps` are the same.
@@ -162,12 +163,14 @@ def first_difference(
             return f"step {step:,}: the {which} run has no record of it in metrics.jsonl"
         for field, words in _REPEATED.items():
             if repr(here.get(field)) != repr(there.get(field)):  # NaN is like NaN
-                values = f"{shown(here.get(field))} uninterrupted, {shown(there.get(field))} resumed"
+                values = (
+                    f"{show_value(here.get(field))} uninterrupted, {show_value(there.get(field))} resumed"
+                )
                 return f"step {step:,}: {words}: {values}"
     return None
 
 
-def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
+def _build_overrides(place: Workdir, middle: int, origin: Path | None) -> list[str]:
     """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
     return [
         f"out={place.out}",
@@ -181,7 +184,7 @@ def _own_overrides(place: Place, middle: int, origin: Path | None) -> list[str]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _hold_workdir(folder: Path) -> Iterator[None]:
     """An empty folder with our mark, for this process alone; what an earlier proof left in it is deleted."""
     if folder.exists() and not (folder / _LOCK).is_file():
         raise InputError(
@@ -207,9 +210,9 @@ def _held(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _compare(place: Place, middle: int, last: int) -> bool:
+def _compare(place: Workdir, middle: int, last: int) -> bool:
     """Whether both launches made the same of the second half; says what was found."""
-    from ds_pretrain.checkpoint.diff import difference_lines, differences  # which imports torch
+    from ds_pretrain.checkpoint.diff import compare_checkpoints, format_differences  # which imports torch
 
     steps: dict[int, dict[int, Mapping[str, Any]]] = {1: {}, 2: {}}  # of both attempts
     found = None  # where the second launch began
@@ -228,13 +231,15 @@ def _compare(place: Place, middle: int, last: int) -> bool:
         )
         return False
     half = range(middle + 1, last + 1)
-    different_step = first_difference(steps[1], steps[2], half)
-    states = differences(place.straight(last), place.saved(last))
-    lines = [] if states.same_state else list(difference_lines(states))
+    different_step = find_first_difference(steps[1], steps[2], half)
+    states = compare_checkpoints(place.straight(last), place.saved(last))
+    lines = [] if states.is_same_state else list(format_differences(states))
     if different_step is None and not lines:
         print(
-            f"bitwise equal: {counted(states.num_tensors, 'tensor')}, {counted(len(half), 'step')}, "
-            f"{counted(states.num_streams, 'random stream')} on {counted(states.num_ranks, 'rank')}"
+            f"bitwise equal: {format_count_of(states.num_tensors, 'tensor')}, "
+            f"{format_count_of(len(half), 'step')}, "
+            f"{format_count_of(states.num_streams, 'random stream')} on "
+            f"{format_count_of(states.num_ranks, 'rank')}"
         )
         return True
     print("a resumed run is not the uninterrupted one; docs/operations.md says what to look at")

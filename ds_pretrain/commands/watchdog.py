@@ -15,12 +15,12 @@ from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.jsonl import METRICS, read_as, read_metrics
 from ds_pretrain.core.state import Verdict
-from ds_pretrain.core.text import loss_plot, read_text
+from ds_pretrain.core.text import draw_loss_plot, read_text
 from ds_pretrain.watchdog.backtest import (
-    History,
     Incident,
     Point,
-    TakenBack,
+    RecordedCurve,
+    RolledBack,
     find_incidents,
     read_csv,
     replay,
@@ -31,7 +31,7 @@ _WIDTH, _HEIGHT = 96, 14  # of the plot, in characters
 _MARKS = {"X": "roll_back", "!": "watch"}  # the gravest first
 
 
-def watchdog_command(words: Any) -> int:
+def run_backtest(words: Any) -> int:
     """Judge a recorded curve, and print and plot the verdicts."""
     run, settings = read_settings(Path(words.curve), words.overrides)
     if settings.mode == "off":
@@ -44,15 +44,15 @@ def watchdog_command(words: Any) -> int:
         points, verdicts = history.points, history.verdicts
     marks = {action: mark for mark, action in _MARKS.items()}
     curve = [(point.step, point.loss) for point in points]
-    print(loss_plot(curve, [marks.get(v.action, " ") for v in verdicts], _MARKS, _WIDTH, _HEIGHT))
-    print("\n".join(report(points, verdicts, history.taken_back if history else ())))
+    print(draw_loss_plot(curve, [marks.get(v.action, " ") for v in verdicts], _MARKS, _WIDTH, _HEIGHT))
+    print("\n".join(format_report(points, verdicts, history.taken_back if history else ())))
     if history is not None and history.num_left_out:
         print(f"{history.num_left_out:,} step records hold no step and loss, and were left out")
     return 0
 
 
-def report(
-    points: Sequence[Point], verdicts: Sequence[Verdict], taken_back: Sequence[TakenBack] = ()
+def format_report(
+    points: Sequence[Point], verdicts: Sequence[Verdict], taken_back: Sequence[RolledBack] = ()
 ) -> Iterator[str]:
     """A line for each roll_back, then the other incidents, as many as fit, and a count of all."""
     found = find_incidents(points, verdicts)
@@ -60,10 +60,10 @@ def report(
     others = [one for one in found if not one.verdict.roll_back]
     told = (grave + others)[:_MOST_LINES]
     for one in sorted(told, key=lambda one: one.first_step):
-        yield _line(one)
+        yield _format_incident(one)
     if len(told) < len(found):
         yield f"...        and {len(found) - len(told):,} more"
-    yield from (_taken_back_line(one) for one in taken_back[-_MOST_LINES:])
+    yield from (_format_rolled_back(one) for one in taken_back[-_MOST_LINES:])
     if len(taken_back) > _MOST_LINES:
         yield f"...        and {len(taken_back) - _MOST_LINES:,} stretches taken back before these"
     yield f"{len(points):,} steps judged: {len(grave):,} roll_back, {len(others):,} watched or healed"
@@ -73,13 +73,13 @@ def report(
         yield f"{num_steps:,} steps taken back, judged as they happened: {num_grave:,} roll_back"
 
 
-def _line(one: Incident) -> str:
+def _format_incident(one: Incident) -> str:
     steps = f"{one.first_step:,}" + (f" to {one.last_step:,}" if one.last_step > one.first_step else "")
     action = "healed" if one.verdict.action == "ok" else one.verdict.action
     return f"{action:10} {one.verdict.kind}, step {steps}: {one.verdict.message}"
 
 
-def _taken_back_line(one: TakenBack) -> str:
+def _format_rolled_back(one: RolledBack) -> str:
     """What was decided then, and what these settings say of the same steps."""
     decision = one.decision
     then, way = ("roll_back", "taken back") if decision["event"] == "rollback" else ("a stop", "given up")
@@ -87,11 +87,11 @@ def _taken_back_line(one: TakenBack) -> str:
     since = f" since step {onset:,}" if isinstance(onset, int) else ""
     return (
         f"incident {decision['incident']}, {way} from step {decision['step']:,} to {decision['to_step']:,}: "
-        f"{then}, {trouble}{since}; with these settings: {_said(one.found)}"
+        f"{then}, {trouble}{since}; with these settings: {_describe_verdict(one.found)}"
     )
 
 
-def _said(found: Sequence[Incident]) -> str:
+def _describe_verdict(found: Sequence[Incident]) -> str:
     grave = [one for one in found if one.verdict.roll_back]
     told = grave[0] if grave else found[-1] if found else None
     if told is None:
@@ -143,9 +143,9 @@ def read_settings(place: Path, overrides: Sequence[str]) -> tuple[Path | None, W
     return place, run.watchdog
 
 
-def read_run(out: Path, settings: WatchdogSection) -> History:
+def read_run(out: Path, settings: WatchdogSection) -> RecordedCurve:
     """The steps of a run's metrics.jsonl, judged. Raises InputError if it cannot be read or holds none."""
-    history, path = History(settings), out / METRICS
+    history, path = RecordedCurve(settings), out / METRICS
     try:
         for record in read_metrics(path):
             history.take(record)

@@ -19,53 +19,53 @@ from ds_pretrain.config.loader import (
     Fraction01,
     Positive,
     Section,
-    as_tuple,
     explain,
     find_errors,
-    one_or_more,
+    to_tuple,
+    to_tuple_of_one_or_more,
 )
 
 VERSIONS = ((0, 19, 8), (0, 20))  # from the first on, below the second; pyproject.toml says the same
 
 
-def _whole(value: Any) -> Any:
+def _to_int(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8, as many write it
 
 
-def _lower(value: Any) -> Any:
+def _to_lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-_Whole = Annotated[int, BeforeValidator(_whole)]
-_Size = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-_Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+_Whole = Annotated[int, BeforeValidator(_to_int)]
+_Size = Annotated[int, BeforeValidator(_to_int), Field(ge=0)]
+_Count = Annotated[int, BeforeValidator(_to_int), Field(ge=1)]
 _Number = Annotated[float, Field(ge=0)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(as_tuple)]
-_Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
-_TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(one_or_more)]
+_Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(to_tuple)]
+_Texts = Annotated[tuple[str, ...], BeforeValidator(to_tuple)]
+_TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(to_tuple_of_one_or_more)]
 _Device = Literal["none", "cpu", "nvme"]
-_Passes = Annotated[tuple[Literal["z1", "z3", "autosp", "autotp"], ...], BeforeValidator(as_tuple)]
+_Passes = Annotated[tuple[Literal["z1", "z3", "autosp", "autotp"], ...], BeforeValidator(to_tuple)]
 _Dtype = Literal["fp32", "bf16", "float32", "bfloat16", "torch.float32", "torch.bfloat16"]
 _Autocast = Literal["bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"]
-_Communication = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_lower)]
-_LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
-_TagValidation = Annotated[Literal["warn", "ignore", "fail"], BeforeValidator(_lower)]
+_Communication = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_to_lower)]
+_LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_to_lower)]
+_TagValidation = Annotated[Literal["warn", "ignore", "fail"], BeforeValidator(_to_lower)]
 
 
-def _section(name: str, *groups: tuple[Any, str], required: tuple[str, ...] = ()) -> type[Section]:
+def _build_section(name: str, *groups: tuple[Any, str], required: tuple[str, ...] = ()) -> type[Section]:
     """A section of the JSON: groups of keys that hold values of one type. Most keys may be left out."""
     fields: dict[str, Any] = {key: (kind, None) for kind, keys in groups for key in keys.split()}
     fields |= {key: (fields[key][0], ...) for key in required}
     return create_model(name, __base__=Section, **fields)
 
 
-Bf16 = _section(
+Bf16 = _build_section(
     "Bf16",
     (bool, "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads"),
     (bool, "bf16_optimizer_states"),
 )
-OffloadOptimizer = _section(
+OffloadOptimizer = _build_section(
     "OffloadOptimizer",
     (_Device, "device"),
     (str | None, "nvme_path"),
@@ -73,14 +73,14 @@ OffloadOptimizer = _section(
     (bool, "pin_memory pipeline_read pipeline_write fast_init super_offload"),
     (Fraction01, "ratio cpuadam_cores_perc"),
 )
-OffloadParam = _section(
+OffloadParam = _build_section(
     "OffloadParam",
     (_Device, "device"),
     (str | None, "nvme_path"),
     (_Size, "buffer_count buffer_size max_in_cpu"),
     (bool, "pin_memory"),
 )
-ZeroOptimization = _section(
+ZeroOptimization = _build_section(
     "ZeroOptimization",
     (Annotated[int, Field(ge=1, le=3)], "stage"),
     (bool, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"),
@@ -96,10 +96,10 @@ ZeroOptimization = _section(
     (bool | None, "overlap_comm"),
     (OffloadParam | None, "offload_param"),
     (OffloadOptimizer | None, "offload_optimizer"),
-    (_section("LeafModule", (_TextOrTexts, "classes names name_suffixes")) | None, "leaf_module"),
+    (_build_section("LeafModule", (_TextOrTexts, "classes names name_suffixes")) | None, "leaf_module"),
     required=("stage",),
 )
-_Compile = _section(
+_Compile = _build_section(
     "Compile",
     (bool, "deepcompile autoep_non_moe free_activation offload_activation double_buffer debug_log"),
     (bool, "offload_activation_pin_memory offload_opt_states symmetric_memory offload_parameters"),
@@ -108,7 +108,7 @@ _Compile = _section(
     (_Whole, "free_activation_threshold"),
     (_Passes | None, "passes"),
 )
-_FlopsProfiler = _section(
+_FlopsProfiler = _build_section(
     "FlopsProfiler",
     (bool, "enabled detailed"),
     (_Count, "profile_step top_modules"),
@@ -116,28 +116,28 @@ _FlopsProfiler = _section(
     (_Number, "recompute_fwd_factor"),
     (str | None, "output_file"),
 )
-_ActivationCheckpointing = _section(
+_ActivationCheckpointing = _build_section(
     "ActivationCheckpointing",
     (bool, "partition_activations contiguous_memory_optimization cpu_checkpointing profile"),
     (bool, "synchronize_checkpoint_boundary"),
     (_Count | None, "number_checkpoints"),
 )
-_Aio = _section(
+_Aio = _build_section(
     "Aio",
     (_Count, "block_size queue_depth intra_op_parallelism"),
     (bool, "single_submit overlap_events use_gds"),
 )
-_CommsLogger = _section("CommsLogger", (bool, "enabled prof_all verbose debug"), (_Texts, "prof_ops"))
-_TorchAutocast = _section(
+_CommsLogger = _build_section("CommsLogger", (bool, "enabled prof_all verbose debug"), (_Texts, "prof_ops"))
+_TorchAutocast = _build_section(
     "TorchAutocast",
     (bool, "enabled"),
     (_Autocast, "dtype"),
     (_Texts | None, "lower_precision_safe_modules"),
 )
-_Checkpoint = _section(
+_Checkpoint = _build_section(
     "Checkpoint",
     (_TagValidation, "tag_validation"),
-    (_section("ParallelWrite", (bool, "pipeline_stage")), "parallel_write"),
+    (_build_section("ParallelWrite", (bool, "pipeline_stage")), "parallel_write"),
 )
 # What `optimizer.params` may hold besides `lr`, which the run file owns. An unknown one is an exception in
 # the optimizer's constructor, minutes into a start.
@@ -146,10 +146,12 @@ _ADAM = (
     (_Number, "eps weight_decay"),
     (bool, "torch_adam adam_w_mode fp32_optimizer_states"),
 )
-NativeAdam = _section("NativeAdam", *_ADAM, (bool, "bias_correction"))  # DeepSpeed's own, fused or on the CPU
-TorchAdam = _section("TorchAdam", *_ADAM, (bool, "amsgrad capturable"), (bool | None, "foreach fused"))
-Lion = _section("Lion", (_Betas, "betas"), (_Number, "weight_decay"))
-_Optimizer = _section(
+NativeAdam = _build_section(
+    "NativeAdam", *_ADAM, (bool, "bias_correction")
+)  # DeepSpeed's own, fused or on the CPU
+TorchAdam = _build_section("TorchAdam", *_ADAM, (bool, "amsgrad capturable"), (bool | None, "foreach fused"))
+Lion = _build_section("Lion", (_Betas, "betas"), (_Number, "weight_decay"))
+_Optimizer = _build_section(
     "Optimizer",
     (Literal["AdamW", "Adam", "Lion"], "type"),
     (dict[str, Any], "params"),
@@ -157,7 +159,7 @@ _Optimizer = _section(
     required=("type",),
 )
 # All keys that mean something to a pretraining run. Any other is refused: DeepSpeed would ignore it.
-DeepSpeedJson = _section(
+DeepSpeedJson = _build_section(
     "DeepSpeedJson",
     (_ActivationCheckpointing, "activation_checkpointing"),
     (_Aio, "aio"),
@@ -165,10 +167,15 @@ DeepSpeedJson = _section(
     (_Checkpoint, "checkpoint"),
     (_CommsLogger, "comms_logger"),
     (_Compile, "compile"),
-    (_section("DataTypes", (_Dtype | None, "grad_accum_dtype")), "data_types"),
+    (_build_section("DataTypes", (_Dtype | None, "grad_accum_dtype")), "data_types"),
     (_FlopsProfiler, "flops_profiler"),
     (_Optimizer, "optimizer"),
-    (_section("Timers", (_section("Throughput", (bool, "enabled synchronized")), "throughput")), "timers"),
+    (
+        _build_section(
+            "Timers", (_build_section("Throughput", (bool, "enabled synchronized")), "throughput")
+        ),
+        "timers",
+    ),
     (_TorchAutocast, "torch_autocast"),
     (ZeroOptimization, "zero_optimization"),
     (bool, "disable_allgather disable_python_gc dump_state managed_gradient_accumulation memory_breakdown"),
@@ -256,11 +263,11 @@ def check_deepspeed(
     """
     sound = deepcopy(dict(config))
     problems = [
-        *_refused(sound),
-        *_wrong_values(sound, DeepSpeedJson),
-        *_optimizer(sound, peak, run_path),
-        *_batch(sound, sizes, accumulation, run_path),
-        *_pairs(sound),
+        *_check_refused(sound),
+        *_check_values(sound, DeepSpeedJson),
+        *_check_optimizer(sound, peak, run_path),
+        *_check_batch(sound, sizes, accumulation, run_path),
+        *_check_pairs(sound),
     ]
     return list(dict.fromkeys(f"{name}: {problem}" for problem in problems))
 
@@ -276,10 +283,10 @@ def check_ranks(
             "set it to the number of GPUs of a node"
         )
     source = "batch.tokens / (seq_len * micro_batch_size * ranks)"
-    yield from _owned(config, "gradient_accumulation_steps", accumulation, source, run_path)
+    yield from _check_owned(config, "gradient_accumulation_steps", accumulation, source, run_path)
 
 
-def version_problems() -> Iterator[str]:
+def check_version() -> Iterator[str]:
     """Why the installed DeepSpeed cannot be used. There may be none, as on a login node."""
     try:
         found = version("deepspeed")
@@ -295,7 +302,7 @@ def version_problems() -> Iterator[str]:
         )
 
 
-def non_finite_advice(config: Mapping[str, Any], name: str) -> str:
+def advise_on_non_finite(config: Mapping[str, Any], name: str) -> str:
     """What to look at first when gradient norms are not finite again and again while the losses are.
 
     `name` is that of the JSON. Overlap is on in ZeRO-3, and off in ZeRO-1 and 2, where it says nothing.
@@ -353,7 +360,7 @@ def gradient_clipping(config: Mapping[str, Any]) -> float | None:
     return float(config["gradient_clipping"]) if config.get("gradient_clipping") else None
 
 
-def _refused(sound: dict[str, Any]) -> Iterator[str]:
+def _check_refused(sound: dict[str, Any]) -> Iterator[str]:
     """Keys that cannot be used. They are taken out of `sound`."""
     for section, reasons in REFUSED.items():
         table = sound.get(section, {}) if section else sound
@@ -370,7 +377,7 @@ def _is_off(value: Any) -> bool:
     return value is not True and value in (None, False, 1)
 
 
-def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "") -> Iterator[str]:
+def _check_values(sound: dict[str, Any], section: type[Section], within: str = "") -> Iterator[str]:
     """Unknown keys and values of a wrong kind. They are taken out of `sound`, and rules trust the rest."""
     for error in find_errors(sound, section):
         if error["input"] == "auto" and error["type"] != "extra_forbidden":
@@ -388,7 +395,7 @@ def _wrong_values(sound: dict[str, Any], section: type[Section], within: str = "
         table.pop(key, None)
 
 
-def _optimizer(sound: Mapping[str, Any], peak: float, run_path: str) -> Iterator[str]:
+def _check_optimizer(sound: Mapping[str, Any], peak: float, run_path: str) -> Iterator[str]:
     optimizer = sound.get("optimizer", {})
     params = optimizer.get("params", {})
     if (rate := params.pop("lr", None)) is not None:
@@ -399,21 +406,21 @@ def _optimizer(sound: Mapping[str, Any], peak: float, run_path: str) -> Iterator
     if params.pop("max_grad_norm", None) is not None:
         yield "`optimizer.params.max_grad_norm` is refused by DeepSpeed; use `gradient_clipping`"
     known = Lion if optimizer.get("type") == "Lion" else TorchAdam if params.get("torch_adam") else NativeAdam
-    for problem in _wrong_values(params, known, "optimizer.params."):
+    for problem in _check_values(params, known, "optimizer.params."):
         yield f"{problem} ({known.__name__})" if problem.startswith("unknown") else problem
 
 
-def _batch(
+def _check_batch(
     sound: Mapping[str, Any], sizes: Sequence[tuple[int, int]], accumulation: int | None, run_path: str
 ) -> Iterator[str]:
     (sequences, micro), first = sizes[0], ""
     if len(set(sizes)) > 1:
         first = " in the first step, and others later: no number fits them all"
-    yield from _owned(sound, "train_batch_size", sequences, f"batch.tokens / seq_len{first}", run_path)
-    yield from _owned(
+    yield from _check_owned(sound, "train_batch_size", sequences, f"batch.tokens / seq_len{first}", run_path)
+    yield from _check_owned(
         sound, "train_micro_batch_size_per_gpu", micro, f"batch.micro_batch_size{first}", run_path
     )
-    yield from _owned(
+    yield from _check_owned(
         sound,
         "gradient_accumulation_steps",
         accumulation,
@@ -427,7 +434,7 @@ def _batch(
         )
 
 
-def _owned(
+def _check_owned(
     config: Mapping[str, Any], key: str, expected: int | None, source: str, run_path: str
 ) -> Iterator[str]:
     found = config.get(key)
@@ -438,7 +445,7 @@ def _owned(
         )
 
 
-def _pairs(sound: Mapping[str, Any]) -> Iterator[str]:
+def _check_pairs(sound: Mapping[str, Any]) -> Iterator[str]:
     """Options that do not work together in DeepSpeed 0.19.8."""
     zero, bf16 = sound.get("zero_optimization", {}), sound.get("bf16", {})
     stage = zero.get("stage")

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.jsonl import shown
-from ds_pretrain.core.text import listed
+from ds_pretrain.core.jsonl import show_value
+from ds_pretrain.core.text import join_listed
 
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -31,14 +31,14 @@ class Section(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}  # keys of earlier versions, and what they are called now
 
 
-def as_tuple(value: Any) -> Any:
+def to_tuple(value: Any) -> Any:
     """A list of TOML as what is frozen."""
     return tuple(value) if isinstance(value, list) else value
 
 
-def one_or_more(value: Any) -> Any:
+def to_tuple_of_one_or_more(value: Any) -> Any:
     """A list of TOML, or what stands for a list of one, as what is frozen."""
-    return as_tuple(value) if isinstance(value, list | tuple) else (value,)
+    return to_tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 _Root = TypeVar("_Root", bound=Section)
@@ -66,7 +66,9 @@ def parse_sections(
     problems = [problem for override in overrides for problem in _apply(data, override, tables_by_path)]
     for found in find_errors(data, root):
         is_of_file = not overrides or (found["loc"], found["type"]) in of_file
-        problems.append(f"{name if is_of_file else _blamed(overrides, found['loc'])}: {explain(found, root)}")
+        problems.append(
+            f"{name if is_of_file else _blame_override(overrides, found['loc'])}: {explain(found, root)}"
+        )
     if problems:
         raise InputError(problems)
     return root.model_validate(data)
@@ -90,7 +92,7 @@ def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
         known = list(section.model_fields)
         key = where.split(".")[-1]
         close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known here: {listed(known)}"
+        hint = f"did you mean `{close[0]}`?" if close else f"known here: {join_listed(known)}"
         if issubclass(section, Section) and key in section.renamed:
             hint = f"it is now called `{section.renamed[key]}`"
         return f"unknown key `{where}`; {hint}"
@@ -99,7 +101,7 @@ def explain(error: Any, root: type[BaseModel], within: str = "") -> str:
     if kind == "value_error":
         return f"`{where}`: {text}"
     expected = _WORDS.get(kind) or text.replace("Input should be", "expected").replace("'", '"')
-    return f"`{where}` = {shown(error['input'])}: {expected}"
+    return f"`{where}` = {show_value(error['input'])}: {expected}"
 
 
 def _locate(location: Sequence[Any], root: type[BaseModel]) -> tuple[str, type[BaseModel]]:
@@ -113,18 +115,18 @@ def _locate(location: Sequence[Any], root: type[BaseModel]) -> tuple[str, type[B
             continue
         keys.append(str(part))
         fields = sections[0].model_fields
-        sections = (section_models(fields[part].annotation) if part in fields else []) or sections
+        sections = (find_section_models(fields[part].annotation) if part in fields else []) or sections
     return ".".join(keys), sections[0]
 
 
-def section_models(annotation: Any) -> list[type[BaseModel]]:
+def find_section_models(annotation: Any) -> list[type[BaseModel]]:
     """Every section inside a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [m for argument in get_args(annotation) for m in section_models(argument)]
+    return [m for argument in get_args(annotation) for m in find_section_models(argument)]
 
 
-def _blamed(overrides: Sequence[str], location: Sequence[str | int]) -> str:
+def _blame_override(overrides: Sequence[str], location: Sequence[str | int]) -> str:
     """The override that is nearest to what only overrides made wrong; of several the last, which won."""
     keys = [str(key) for key in location]
 
@@ -145,7 +147,7 @@ def _apply(data: dict[str, Any], override: str, tables_by_path: Sequence[Sequenc
         return
     node: Any = data
     for depth, key in enumerate(keys[:-1]):
-        above, node = node, node.setdefault(key, {}) if isinstance(node, dict) else _item(node, key)
+        above, node = node, node.setdefault(key, {}) if isinstance(node, dict) else _get_item(node, key)
         if isinstance(node, str) and keys[:depth] in tables_by_path:  # a path alone is short for a table
             node = above[key] = {"path": node}
         if not isinstance(node, dict | list):
@@ -154,17 +156,17 @@ def _apply(data: dict[str, Any], override: str, tables_by_path: Sequence[Sequenc
     if isinstance(node, list):
         yield f"override {override!r}: name a key of the list's item, like phases.0.seq_len=512"
         return
-    new, old = _toml_value(value.strip()), node.get(keys[-1])
+    new, old = _parse_toml_value(value.strip()), node.get(keys[-1])
     if isinstance(new, str) and isinstance(old, dict) and keys[:-1] in tables_by_path:
         new = {**old, "path": new}  # files that moved keep what is said of them
     node[keys[-1]] = new
 
 
-def _item(node: list[Any], key: str) -> Any:
+def _get_item(node: list[Any], key: str) -> Any:
     return node[int(key)] if key.isdigit() and int(key) < len(node) else None
 
 
-def _toml_value(text: str) -> Any:
+def _parse_toml_value(text: str) -> Any:
     if text == "none":  # TOML has no word for it, and a run file just leaves the key out
         return None
     try:

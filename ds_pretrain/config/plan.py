@@ -22,7 +22,7 @@ from ds_pretrain.config.deepspeed import (
     zero_stage,
 )
 from ds_pretrain.config.loader import parse_sections
-from ds_pretrain.config.schedule import rule_factor
+from ds_pretrain.config.schedule import lr_scaling_factor
 from ds_pretrain.config.schema import CosineSection, PhaseSection, Run, WsdSection
 from ds_pretrain.config.timeline import (
     MOST,
@@ -31,15 +31,15 @@ from ds_pretrain.config.timeline import (
     Segment,
     Timeline,
     Unit,
-    accumulation,
-    chunk_lengths,
-    multiples,
-    steps_of_tokens,
-    to_steps,
-    worlds_that_divide,
+    build_multiples,
+    compute_chunk_lengths,
+    convert_to_steps,
+    count_micro_batches,
+    count_steps,
+    list_valid_world_sizes,
 )
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import counted, listed, parse_json, read_text
+from ds_pretrain.core.text import format_count_of, join_listed, parse_json, read_text
 
 # What a start may change on purpose, when `accept_changes` names it; "probe": what a restored model computes.
 CHANGEABLE = (
@@ -113,14 +113,16 @@ class Plan:
         size = self.sequence_parallel_size
         return {"sequence_parallel_size": size} if size > 1 else {}
 
-    def rate(self, step: int, num_updates: int) -> float:
+    def lr(self, step: int, num_updates: int) -> float:
         """Of the update that follows `step` finished steps, of which `num_updates` were applied."""
-        return self.schedule.rate(num_updates) * self.rate_factor(step)
+        return self.schedule.lr(num_updates) * self.lr_factor(step)
 
-    def rate_factor(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """What `batch.lr_scaling` multiplies the rate of that update by."""
         batch = self.run.batch
-        return rule_factor(batch.lr_scaling, self.timeline.at(step).tokens_per_step, self.lr_reference_tokens)
+        return lr_scaling_factor(
+            batch.lr_scaling, self.timeline.at(step).tokens_per_step, self.lr_reference_tokens
+        )
 
     @property
     def lr_reference_tokens(self) -> int:
@@ -130,7 +132,7 @@ class Plan:
     @property
     def chunk_tokens(self) -> dict[str, int]:
         """What each source that is read is cut into: declared, or the longest samples that a phase takes."""
-        return chunk_lengths(
+        return compute_chunk_lengths(
             {phase.name: phase.seq_len for phase in self.run.phases},
             {phase.name: phase.mixture for phase in self.run.phases},
             {name: section.chunk_tokens for name, section in self.run.sources.items()},
@@ -144,15 +146,15 @@ class Plan:
     def keep_every(self) -> Multiples | None:
         """The first checkpoint at or after each of these stays for good."""
         every = self.run.checkpoint.keep_every
-        return None if every is None else multiples(every, self.timeline)
+        return None if every is None else build_multiples(every, self.timeline)
 
     def may_change(self, path: str) -> bool:
         """True if a start may give the field another value on purpose."""
-        return covers(CHANGEABLE, path)
+        return is_covered(CHANGEABLE, path)
 
     def accepts(self, path: str) -> bool:
         """True if `accept_changes` names the field or its section; loading admits changeable names only."""
-        return covers(self.run.accept_changes, path)
+        return is_covered(self.run.accept_changes, path)
 
 
 def parse_run(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
@@ -169,7 +171,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     run_text = read_text(path, "run file")
     run = parse_run(run_text, overrides, str(path))
     texts, tables, problems = _read_named(run, str(path))
-    problems += (f"{path}: {p}" for p in (*contradictions(run), *curriculum_problems(run)))
+    problems += (f"{path}: {p}" for p in (*find_contradictions(run), *check_curriculum(run)))
     if problems:
         raise InputError(problems)
     timeline = make_timeline(run.phases, run.batch.sizes, run.schedule.length)
@@ -181,7 +183,7 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         accumulation=run.batch.gradient_accumulation_steps,
         run_path=str(path),
     )
-    problems += (f"{path}: {p}" for p in schedule_problems(run, timeline))
+    problems += (f"{path}: {p}" for p in check_schedule(run, timeline))
     if problems:
         raise InputError(problems)
     return Plan(
@@ -231,14 +233,14 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
         alike.setdefault(kind, []).append(segment)
     problems, other_counts, asked = [], [], plan.run.batch.gradient_accumulation_steps
     for (sequences, seq_len, micro), segments in alike.items():
-        count = accumulation(sequences, micro, world_size // shared)
+        count = count_micro_batches(sequences, micro, world_size // shared)
         arithmetic = (
-            f"{_where(plan, segments)}global batch {counted(sequences, 'sequence')} "
+            f"{_describe_segments(plan, segments)}global batch {format_count_of(sequences, 'sequence')} "
             f"({sequences * seq_len:,} tokens / seq_len {seq_len:,}), micro-batch {micro}, world size "
             f"{world_size} (from {world_source}){groups}"
         )
         if count is None:
-            problems.append(f"{arithmetic} do not multiply out; {_way_out(sequences, micro, shared)}")
+            problems.append(f"{arithmetic} do not multiply out; {_suggest_worlds(sequences, micro, shared)}")
         elif asked is not None and asked != count:
             other_counts.append(f"{arithmetic} make accumulation {count}")
     if other_counts:
@@ -248,7 +250,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
             "change the batch or the number of ranks"
         )
     first = plan.timeline.segments[0]
-    count = accumulation(first.sequences, plan.micro_batch_size(0), world_size // shared)
+    count = count_micro_batches(first.sequences, plan.micro_batch_size(0), world_size // shared)
     in_json = check_ranks(plan.deepspeed, world_size, asked or count, plan.run_path)
     return [
         *(f"{plan.run_path}: {problem}" for problem in problems),
@@ -256,7 +258,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     ]
 
 
-def sharing_problems(plan: Plan) -> Iterator[str]:
+def check_sequence_parallel(plan: Plan) -> Iterator[str]:
     """What the run file asks that sequences which ranks share do not have."""
     num_sharing = plan.sequence_parallel_size
     for phase in plan.run.phases:
@@ -308,7 +310,7 @@ def drop_problems(plan: Plan) -> Iterator[str]:
             )
 
 
-def _where(plan: Plan, segments: Sequence[Segment]) -> str:
+def _describe_segments(plan: Plan, segments: Sequence[Segment]) -> str:
     """Steps of a run that is not alike all along."""
     if len(plan.timeline.segments) == 1:
         return ""
@@ -316,17 +318,17 @@ def _where(plan: Plan, segments: Sequence[Segment]) -> str:
     return f"{' and '.join(steps)}: "
 
 
-def _way_out(sequences: int, micro: int, shared: int) -> str:
-    worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
-    return f"world sizes that do: {listed(worlds)} (or another batch.micro_batch_size)"
+def _suggest_worlds(sequences: int, micro: int, shared: int) -> str:
+    worlds = [shared * readers for readers in list_valid_world_sizes(sequences, micro)]
+    return f"world sizes that do: {join_listed(worlds)} (or another batch.micro_batch_size)"
 
 
-def contradictions(run: Run) -> Iterator[str]:
+def find_contradictions(run: Run) -> Iterator[str]:
     """What the sections of a run file say against one another."""
     if problems := list(start_problems(run)):
         yield from problems  # and which batches a phase meets is not known
     else:
-        yield from _batch_problems(run)
+        yield from _check_batch(run)
     for phase in run.phases:
         for source in phase.mixture:
             if source not in run.sources:
@@ -349,14 +351,14 @@ def contradictions(run: Run) -> Iterator[str]:
             + ("" if local is not None else ", or give checkpoint.local_dir, a folder of each host's own")
         )
     for path in run.accept_changes:
-        if not covers(CHANGEABLE, path):
+        if not is_covered(CHANGEABLE, path):
             yield (
                 f"accept_changes names `{path}`, which a started run cannot change; what it can: "
                 f"{', '.join(CHANGEABLE)}"
             )
 
 
-def curriculum_problems(run: Run) -> Iterator[str]:
+def check_curriculum(run: Run) -> Iterator[str]:
     """What phases, ramp and decay say against one another."""
     names = [phase.name for phase in run.phases]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -388,7 +390,7 @@ def curriculum_problems(run: Run) -> Iterator[str]:
         )
 
 
-def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
+def check_schedule(run: Run, timeline: Timeline) -> Iterator[str]:
     section, length = run.schedule, timeline.last_step
     amounts: dict[Unit, int] = {"steps": length, "tokens": timeline.total_tokens}
     for unit, amount in amounts.items():
@@ -402,10 +404,10 @@ def schedule_problems(run: Run, timeline: Timeline) -> Iterator[str]:
     warmup = resolved.warmup.steps
     decay = length - resolved.decay_start if isinstance(resolved, WsdSection) else 0
     if warmup + decay > length:
-        both = f'schedule.warmup = "{section.warmup}" ({counted(warmup, "step")})'
+        both = f'schedule.warmup = "{section.warmup}" ({format_count_of(warmup, "step")})'
         if isinstance(section, WsdSection):
-            both += f' and schedule.decay = "{section.decay}" ({counted(decay, "step")})'
-        whole = f'schedule.length = "{section.length}" ({counted(length, "step")})'
+            both += f' and schedule.decay = "{section.decay}" ({format_count_of(decay, "step")})'
+        whole = f'schedule.length = "{section.length}" ({format_count_of(length, "step")})'
         yield f"{both} do not fit into {whole}; shorten one"
     if isinstance(section, WsdSection) and decay == 0:
         yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
@@ -443,9 +445,11 @@ def lay_out(phases: Sequence[PhaseSection], sizes: Sizes, length: Duration) -> L
     """Durations from the run's beginning, in steps; what has no start, and the first of each, begins at 0."""
     begins = [0]
     for start, _ in sizes[1:]:
-        begins.append(_reached(start, begins, sizes))
-    end = _reached(length, begins, sizes)
-    starts = [0 if phase.start is None else _reached(phase.start, begins, sizes, end) for phase in phases]
+        begins.append(_find_step_reaching(start, begins, sizes))
+    end = _find_step_reaching(length, begins, sizes)
+    starts = [
+        0 if phase.start is None else _find_step_reaching(phase.start, begins, sizes, end) for phase in phases
+    ]
     return Layout((0, *starts[1:]), tuple(begins), end)
 
 
@@ -453,7 +457,7 @@ def make_timeline(phases: Sequence[PhaseSection], batches: Sizes, length: Durati
     """The segments of a run: `batches` says from when on a step has how many tokens, the first from 0.
 
     A start in tokens is the first step boundary at which so many have been read; percent is of the run's
-    steps. `contradictions` has found each phase and each batch steps of its own, and whole sequences.
+    steps. `find_contradictions` has found each phase and each batch steps of its own, and whole sequences.
     """
     segments: list[Segment] = []
     samples = tokens = 0
@@ -470,13 +474,15 @@ def make_timeline(phases: Sequence[PhaseSection], batches: Sizes, length: Durati
     return Timeline(tuple(segments))
 
 
-def _reached(duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None) -> int:
+def _find_step_reaching(
+    duration: Duration, begins: Sequence[int], sizes: Sizes, end: int | None = None
+) -> int:
     """The first step at which so much is done; size n holds from step `begins[n]` on, the last for ever."""
     if duration.unit != "tokens":
-        return to_steps(duration, 1, end)
+        return convert_to_steps(duration, 1, end)
     step = tokens = 0
     for (_, size), first, stop in zip(sizes, begins, [*begins[1:], None], strict=False):
-        step = first + steps_of_tokens(duration.amount - tokens, size)
+        step = first + count_steps(duration.amount - tokens, size)
         if stop is None or step <= stop:
             break
         tokens += (stop - first) * size
@@ -508,7 +514,7 @@ def start_problems(run: Run) -> Iterator[str]:
                 )
 
 
-def _batch_problems(run: Run) -> Iterator[str]:
+def _check_batch(run: Run) -> Iterator[str]:
     """Sizes of the batch that do not fit a phase in which a step has them. All starts must have steps."""
     sizes, laid = run.batch.sizes, lay_out(run.phases, run.batch.sizes, run.schedule.length)
     met = dict.fromkeys((batch, phase) for phase, batch, _, _ in laid.stretches())
@@ -530,10 +536,11 @@ def _batch_problems(run: Run) -> Iterator[str]:
                 own = phase.micro_batch_size is not None
                 key = f"phases.{phase.name}.micro_batch_size" if own else "batch.micro_batch_size"
                 yield (
-                    f"{name} = {tokens:,} is {counted(whole, 'sequence')} of {length}, which no number of "
+                    f"{name} = {tokens:,} is {format_count_of(whole, 'sequence')} of {length}, which no "
+                    f"number of "
                     f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
                 )
 
 
-def covers(sections: Sequence[str], path: str) -> bool:
+def is_covered(sections: Sequence[str], path: str) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in sections)

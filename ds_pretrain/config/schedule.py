@@ -7,8 +7,8 @@ steps, whatever the accumulation and the number of ranks; `length`, `warmup` and
 from math import cos, pi, sqrt
 from typing import Literal
 
-Shape = Literal["linear", "cosine", "1-sqrt", "exponential"]
-RateRule = Literal["none", "linear", "sqrt"]
+DecayShape = Literal["linear", "cosine", "1-sqrt", "exponential"]
+LrScaling = Literal["none", "linear", "sqrt"]
 
 
 def cosine_fraction(step: int, length: int, warmup: int, floor: float) -> float:
@@ -20,7 +20,7 @@ def cosine_fraction(step: int, length: int, warmup: int, floor: float) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * progress))
 
 
-def wsd_fraction(step: int, length: int, warmup: int, decay: int, shape: Shape, floor: float) -> float:
+def wsd_fraction(step: int, length: int, warmup: int, decay: int, shape: DecayShape, floor: float) -> float:
     """Warmup, a stable stretch at the peak, then a decay to `floor` (Hu et al., arXiv:2404.06395).
 
     1-sqrt: Hagele et al., arXiv:2405.18392.
@@ -41,7 +41,7 @@ def wsd_fraction(step: int, length: int, warmup: int, decay: int, shape: Shape, 
     return floor + (1.0 - floor) * remaining
 
 
-def rule_factor(rule: RateRule, batch_tokens: int, meant_tokens: int) -> float:
+def lr_scaling_factor(rule: LrScaling, batch_tokens: int, meant_tokens: int) -> float:
     """What the rate is multiplied by at another batch than the one that the peak is meant for.
 
     linear: Goyal et al., arXiv:1706.02677. sqrt: for Adam, Malladi et al., arXiv:2205.10287.

@@ -20,31 +20,32 @@ from pydantic import (
     model_validator,
 )
 
-from ds_pretrain.config.loader import Fraction01, Positive, Section, as_tuple, one_or_more
-from ds_pretrain.config.schedule import RateRule, Shape, cosine_fraction, wsd_fraction
+from ds_pretrain.config.loader import Fraction01, Positive, Section, to_tuple, to_tuple_of_one_or_more
+from ds_pretrain.config.schedule import DecayShape, LrScaling, cosine_fraction, wsd_fraction
 from ds_pretrain.config.timeline import (
     Duration,
     Timeline,
     Unit,
+    is_passed,
     parse_batch_tokens,
     parse_duration,
-    passes,
     steps,
 )
-from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.jsonl import show_value
 
 
 def check_path(value: str) -> str:
     """A file or folder of this host. Raises ValueError for what no file system can mean by it."""
     if not value.strip() or "\0" in value or value.startswith("~") or "://" in value:
         raise ValueError(
-            f"{shown(value)} is not a path on this host; write one like data/web or /data/web (only a shell "
+            f"{show_value(value)} is not a path on this host; write one like data/web or /data/web (only "
+            f"a shell "
             "replaces ~)"
         )
     return value
 
 
-def check_place(value: str) -> str:
+def check_location(value: str) -> str:
     """A folder, or a URL like s3://bucket/folder. Raises ValueError, which shows no URL.
 
     The run file is kept in every checkpoint, so a URL with a credential is refused.
@@ -69,14 +70,14 @@ def check_place(value: str) -> str:
     return value
 
 
-def _duration(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
+def _duration_validator(*units: Unit, may_be_zero: bool = False) -> PlainValidator:
     """A validator that reads a duration in one of `units`."""
 
     return PlainValidator(lambda value: _read_duration(value, units, may_be_zero))
 
 
 def _read_duration(value: Any, units: Sequence[Unit], may_be_zero: bool) -> Duration:
-    duration = value if isinstance(value, Duration) else parse_duration(_text(value))
+    duration = value if isinstance(value, Duration) else parse_duration(_require_text(value))
     if duration.unit not in units:
         raise ValueError(f'"{duration}" is in {duration.unit}; expected {" or ".join(units)}')
     if duration.amount == 0 and not may_be_zero:
@@ -84,27 +85,27 @@ def _read_duration(value: Any, units: Sequence[Unit], may_be_zero: bool) -> Dura
     return duration
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f'{shown(value)} has no unit; write it as text with one, like "2000 steps"')
+        raise ValueError(f'{show_value(value)} has no unit; write it as text with one, like "2000 steps"')
     return value
 
 
-def _optional_weight(value: Any) -> Any:
+def _parse_optional_weight(value: Any) -> Any:
     return None if value in (0, False, "off", "none") else value
 
 
-def _rule(value: Any) -> Any:
+def _parse_lr_scaling(value: Any) -> Any:
     return "none" if value is None else value  # what an override's `none` is read as
 
 
 _START = replace(steps(0), text="0")
 
 
-def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
+def _parse_ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
     """{ "0" = "1M", "10B tokens" = "2M" }: from when on, and how many tokens a step."""
     if not isinstance(value, dict) or not value:
-        raise ValueError(f'{shown(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
+        raise ValueError(f'{show_value(value)} is not a ramp; expected {{ "0" = "1M", "10B tokens" = "2M" }}')
     sizes = [
         (_START if start.strip() == "0" else parse_duration(start), parse_batch_tokens(tokens))
         for start, tokens in value.items()
@@ -116,33 +117,37 @@ def _ramp(value: Any) -> tuple[tuple[Duration, int], ...]:
     return tuple(sizes)
 
 
-def _ramp_text(ramp: Any) -> Any:
+def _format_ramp(ramp: Any) -> Any:
     return ramp and {str(start): tokens for start, tokens in ramp}
 
 
-Ramp = Annotated[tuple[tuple[Duration, int], ...], PlainValidator(_ramp), PlainSerializer(_ramp_text)]
-Length = Annotated[Duration, _duration("steps", "tokens"), PlainSerializer(str)]
-Share = Annotated[Duration, _duration("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)]
-ShareOfRun = Annotated[Duration, _duration("steps", "tokens", may_be_zero=True), PlainSerializer(str)]
-Trigger = Annotated[Duration, _duration("steps", "tokens", "seconds"), PlainSerializer(str)]
-Triggers = Annotated[tuple[Trigger, ...], BeforeValidator(one_or_more)]
+Ramp = Annotated[tuple[tuple[Duration, int], ...], PlainValidator(_parse_ramp), PlainSerializer(_format_ramp)]
+Length = Annotated[Duration, _duration_validator("steps", "tokens"), PlainSerializer(str)]
+Share = Annotated[
+    Duration, _duration_validator("steps", "tokens", "percent", may_be_zero=True), PlainSerializer(str)
+]
+ShareOfRun = Annotated[
+    Duration, _duration_validator("steps", "tokens", may_be_zero=True), PlainSerializer(str)
+]
+Trigger = Annotated[Duration, _duration_validator("steps", "tokens", "seconds"), PlainSerializer(str)]
+Triggers = Annotated[tuple[Trigger, ...], BeforeValidator(to_tuple_of_one_or_more)]
 
 
-def _share_or_phase(value: Any) -> Duration | str:
+def _parse_share_or_phase(value: Any) -> Duration | str:
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", value):
         return value
     return _read_duration(value, ("steps", "tokens", "percent"), may_be_zero=True)
 
 
-ShareOrPhase = Annotated[Duration | str, PlainValidator(_share_or_phase), PlainSerializer(str)]
+ShareOrPhase = Annotated[Duration | str, PlainValidator(_parse_share_or_phase), PlainSerializer(str)]
 BatchTokens = Annotated[int, BeforeValidator(parse_batch_tokens)]
-Interval = Annotated[Duration, _duration("seconds"), PlainSerializer(str)]
+Interval = Annotated[Duration, _duration_validator("seconds"), PlainSerializer(str)]
 FilePath = Annotated[str, AfterValidator(check_path)]  # from the folder of the start, if it is not absolute
-Place = Annotated[str, AfterValidator(check_place)]  # a folder, or a URL
+Location = Annotated[str, AfterValidator(check_location)]  # a folder, or a URL
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Rule = Annotated[RateRule, BeforeValidator(_rule)]
-OptionalWeight = Annotated[Positive | None, BeforeValidator(_optional_weight)]  # 0, false, "off": None
+LrScalingRule = Annotated[LrScaling, BeforeValidator(_parse_lr_scaling)]
+OptionalWeight = Annotated[Positive | None, BeforeValidator(_parse_optional_weight)]  # 0, false, "off": None
 Count = Annotated[int, Field(gt=0, le=10**12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is finite
 
@@ -187,7 +192,7 @@ class CosineSection(Section):
         length, warmup = timeline.last_step, timeline.steps_of(self.warmup)
         return self.model_copy(update={"length": steps(length), "warmup": steps(warmup)})
 
-    def rate(self, step: int) -> float:
+    def lr(self, step: int) -> float:
         """The learning rate of the update after `step` finished steps."""
         return self.peak_lr * cosine_fraction(step, self.length.steps, self.warmup.steps, self.min_lr_ratio)
 
@@ -210,7 +215,7 @@ class WsdSection(Section):
     peak_lr: Positive
     warmup: Share
     decay: ShareOrPhase  # a phase's name: from its start to the end of the run
-    decay_shape: Shape = "1-sqrt"
+    decay_shape: DecayShape = "1-sqrt"
     min_lr_ratio: Fraction01 = 0.0  # as a share of the peak
 
     def in_steps(self, timeline: Timeline) -> Self:
@@ -233,7 +238,7 @@ class WsdSection(Section):
         assert isinstance(self.decay, Duration)
         return self.length.steps - self.decay.steps
 
-    def rate(self, step: int) -> float:
+    def lr(self, step: int) -> float:
         """The learning rate of the update after `step` finished steps."""
         length, warmup = self.length.steps, self.warmup.steps
         decay = length - self.decay_start
@@ -264,7 +269,7 @@ class BatchSection(Section):
     micro_batch_size: Count
     gradient_accumulation_steps: Count | None = None  # only to insist on a number; it is derived
     ramp: Ramp | None = None  # sizes before `tokens` is reached
-    lr_scaling: Rule = "none"  # the rate at another batch than `lr_reference_tokens`
+    lr_scaling: LrScalingRule = "none"  # the rate at another batch than `lr_reference_tokens`
     lr_reference_tokens: BatchTokens | None = (
         None  # the batch that schedule.peak_lr is meant for; None: `tokens`
     )
@@ -300,12 +305,14 @@ class SourceSection(HeldOutSection):
     chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
 
 
-def _source(value: Any) -> Any:
+def _parse_source(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_source)]], Field(min_length=1)]
-HeldOut = Annotated[dict[Name, Annotated[HeldOutSection, BeforeValidator(_source)]], Field(min_length=1)]
+Sources = Annotated[dict[Name, Annotated[SourceSection, BeforeValidator(_parse_source)]], Field(min_length=1)]
+HeldOut = Annotated[
+    dict[Name, Annotated[HeldOutSection, BeforeValidator(_parse_source)]], Field(min_length=1)
+]
 
 
 class RopeSection(Section):
@@ -349,7 +356,7 @@ class ValidationSection(Section):
 
     def is_due(self, step: int, timeline: Timeline) -> bool:
         """True if it is time to validate after `step` finished steps."""
-        return passes(self.every, step, timeline)
+        return is_passed(self.every, step, timeline)
 
 
 class CheckpointSection(Section):
@@ -367,14 +374,14 @@ class CheckpointSection(Section):
     keep_every: Length | None = None  # these stay for good
     max_consecutive_failures: Count = 3  # saves that may fail in a row before the run stops
     local_dir: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
-    upload_to: Place | None = None  # with `local_dir`, out/checkpoints if nothing is said
+    upload_to: Location | None = None  # with `local_dir`, out/checkpoints if nothing is said
     verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
     mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
     max_stall_fraction: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
 
     def is_due(self, step: int, timeline: Timeline) -> bool:
         """True if it is time to save after `step` finished steps, apart from what a clock says."""
-        return any(passes(every, step, timeline) for every in self.every if every.unit != "seconds")
+        return any(is_passed(every, step, timeline) for every in self.every if every.unit != "seconds")
 
 
 class WatchdogSection(Section):
@@ -397,7 +404,7 @@ class WatchdogSection(Section):
         None  # an update whose norm is so many spreads above the usual is dropped
     )
     max_non_finite_steps: Count = 20  # steps in a row
-    policy: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(as_tuple)] = ("replay", "skip")
+    policy: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(to_tuple)] = ("replay", "skip")
     skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
     skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
     max_rollbacks: Count = 5  # at most, in a stretch
@@ -421,14 +428,14 @@ class Run(Section):
     out: FilePath
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     deepspeed: FilePath
-    accept_changes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    accept_changes: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] = ()
     resume_from: FilePath | None = None  # a checkpoint to begin from where the run has none of its own
-    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(as_tuple)] = ()
+    accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(to_tuple)] = ()
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
     sources: Sources
-    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+    phases: Annotated[tuple[PhaseSection, ...], BeforeValidator(to_tuple), Field(min_length=1)]
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     watchdog: WatchdogSection = WatchdogSection()

@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import ceil, isqrt
 from typing import Literal
 
-from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.jsonl import show_value
 
 Unit = Literal["steps", "tokens", "seconds", "percent"]
 
@@ -75,28 +75,32 @@ def parse_duration(text: str) -> Duration:
     """Read a duration. Raises ValueError that says what was found and how to write it."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{shown(text)} is not a duration; write a number with its unit, like {_EXAMPLES}")
+        raise ValueError(
+            f"{show_value(text)} is not a duration; write a number with its unit, like {_EXAMPLES}"
+        )
     unit, factor = _UNITS[match["unit"]]
-    amount = _number(match["number"]) * _DECIMAL[match["scale"]] * factor
+    amount = _parse_number(match["number"]) * _DECIMAL[match["scale"]] * factor
     if unit in ("steps", "tokens") and amount.denominator != 1:
-        raise ValueError(f"{shown(text)} is not a whole number of {unit}")
+        raise ValueError(f"{show_value(text)} is not a whole number of {unit}")
     if unit == "percent" and amount > 100:
-        raise ValueError(f"{shown(text)} is more than the whole run")
+        raise ValueError(f"{show_value(text)} is more than the whole run")
     if amount > MOST[unit]:
-        raise ValueError(f"{shown(text)} is more than {MOST[unit]:,} {unit}; write a shorter duration")
+        raise ValueError(f"{show_value(text)} is more than {MOST[unit]:,} {unit}; write a shorter duration")
     return Duration(amount, unit, text.strip())
 
 
 def parse_batch_tokens(value: str | int) -> int:
     """Tokens of a global batch: an integer, or text where K and M are binary ("4M" is 4,194,304)."""
     match = None if isinstance(value, bool) else _BATCH.fullmatch(str(value))
-    amount = _number(match["number"]) * _BINARY[match["scale"]] if match else Fraction(0)
+    amount = _parse_number(match["number"]) * _BINARY[match["scale"]] if match else Fraction(0)
     if match is None or amount.denominator != 1 or amount == 0:
         raise ValueError(
-            f'{shown(value)} is not a batch size in tokens; write it like 524_288, "512K" or "4M"'
+            f'{show_value(value)} is not a batch size in tokens; write it like 524_288, "512K" or "4M"'
         )
     if amount > MOST_BATCH_TOKENS:
-        raise ValueError(f"{shown(value)} is more than {MOST_BATCH_TOKENS:,} tokens; write a smaller batch")
+        raise ValueError(
+            f"{show_value(value)} is more than {MOST_BATCH_TOKENS:,} tokens; write a smaller batch"
+        )
     return int(amount)
 
 
@@ -154,7 +158,7 @@ class Timeline:
         """The first step boundary at which so many tokens have been read; the last one if there is none."""
         for segment in self.segments:
             missing = tokens - segment.first_token
-            step = segment.first_step + steps_of_tokens(missing, segment.tokens_per_step)
+            step = segment.first_step + count_steps(missing, segment.tokens_per_step)
             if step <= segment.end_step:
                 return step
         return self.last_step
@@ -163,7 +167,7 @@ class Timeline:
         """A duration from the run's beginning, in steps."""
         if duration.unit == "tokens":
             return self.step_at(duration.amount)
-        return to_steps(duration, 1, self.last_step)
+        return convert_to_steps(duration, 1, self.last_step)
 
     def ends_phase(self, step: int) -> bool:
         """True if the step after `step` finished ones is the first of another phase."""
@@ -195,12 +199,12 @@ class Timeline:
         return self.segments[-1] if step == self.last_step else self.at(step)
 
 
-def steps_of_tokens(tokens: Fraction | int, tokens_per_step: int) -> int:
+def count_steps(tokens: Fraction | int, tokens_per_step: int) -> int:
     """Steps that read so many tokens; a part of a step counts as one."""
     return max(0, ceil(Fraction(tokens) / tokens_per_step))
 
 
-def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
+def convert_to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = None) -> int:
     """A duration in whole steps; a part of a step counts as one. Percent is of the run's `of_steps`."""
     if duration.unit == "steps":
         return int(duration.amount)
@@ -211,13 +215,13 @@ def to_steps(duration: Duration, tokens_per_step: int, of_steps: int | None = No
     raise ValueError(f'"{duration}" cannot be turned into steps; write steps or tokens')
 
 
-def accumulation(sequences: int, micro_batch_size: int, world_size: int) -> int | None:
+def count_micro_batches(sequences: int, micro_batch_size: int, world_size: int) -> int | None:
     """Micro-batches per rank and step, or None if the world does not divide the batch into whole ones."""
     count, remainder = divmod(sequences, micro_batch_size * world_size)
     return count if remainder == 0 else None
 
 
-def worlds_that_divide(sequences: int, micro_batch_size: int) -> list[int]:
+def list_valid_world_sizes(sequences: int, micro_batch_size: int) -> list[int]:
     """Every number of ranks that splits the global batch into whole micro-batches, ascending."""
     micro_batches, remainder = divmod(sequences, micro_batch_size)
     if remainder:
@@ -229,21 +233,21 @@ def worlds_that_divide(sequences: int, micro_batch_size: int) -> list[int]:
 # Durations laid onto a run. Behind its end, where a step of a shortened run may lie, its last batch counts.
 
 
-def step_after(timeline: Timeline, step: int, duration: Duration) -> int:
+def find_step_after(timeline: Timeline, step: int, duration: Duration) -> int:
     """The first step by which steps or tokens of a duration are done after `step`."""
     if duration.unit == "steps":
         return step + int(duration.amount)
-    wanted = _tokens_before(timeline, step) + duration.amount
+    wanted = _count_tokens_before(timeline, step) + duration.amount
     if (missing := wanted - timeline.total_tokens) > 0:
         return timeline.last_step + ceil(missing / timeline.segments[-1].tokens_per_step)
     return max(step, timeline.step_at(wanted))
 
 
-def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
+def find_step_before(timeline: Timeline, step: int, duration: Duration) -> int:
     """The last step from which steps or tokens of a duration were done up to `step`; at least 0."""
     if duration.unit == "steps":
         return max(0, step - int(duration.amount))
-    wanted = _tokens_before(timeline, step) - duration.amount
+    wanted = _count_tokens_before(timeline, step) - duration.amount
     if wanted <= 0:
         return 0
     if (more := wanted - timeline.total_tokens) > 0:
@@ -252,12 +256,12 @@ def step_before(timeline: Timeline, step: int, duration: Duration) -> int:
     return first - (timeline.tokens_before(first) > wanted)
 
 
-def _tokens_before(timeline: Timeline, step: int) -> int:
+def _count_tokens_before(timeline: Timeline, step: int) -> int:
     beyond = max(0, step - timeline.last_step)
     return timeline.tokens_before(step - beyond) + beyond * timeline.segments[-1].tokens_per_step
 
 
-def passes(every: Duration, step: int, timeline: Timeline) -> bool:
+def is_passed(every: Duration, step: int, timeline: Timeline) -> bool:
     """True if `step` finished steps, or the tokens they read, pass a multiple of a duration."""
     done = timeline.tokens_before if every.unit == "tokens" else int
     return done(step) // every.amount > done(step - 1) // every.amount
@@ -276,7 +280,7 @@ class Multiples:
         return (amount + (step - first) * of_step) // self.every
 
 
-def multiples(every: Duration, timeline: Timeline) -> Multiples:
+def build_multiples(every: Duration, timeline: Timeline) -> Multiples:
     """Those of a duration in steps or tokens."""
     if every.unit == "steps":
         return Multiples(int(every.amount), ((0, 0, 1),))
@@ -287,7 +291,7 @@ def multiples(every: Duration, timeline: Timeline) -> Multiples:
 # What a source is cut into, so that phases of any sequence length read it on.
 
 
-def chunk_lengths(
+def compute_chunk_lengths(
     seq_lens: Mapping[str, int],
     weights: Mapping[str, Mapping[str, float]],
     declared: Mapping[str, int | None],
@@ -303,14 +307,14 @@ def chunk_lengths(
     return {name: declared.get(name) or length for name, length in longest.items()}
 
 
-def chunk_problems(
+def check_chunk_lengths(
     seq_lens: Mapping[str, int],
     weights: Mapping[str, Mapping[str, float]],
     chunk_tokens: Mapping[str, int],
 ) -> list[str]:
     """Phases whose sequences do not cut a source's chunks into whole pieces."""
     problems = []
-    for name, longest in chunk_lengths(seq_lens, weights, {}).items():
+    for name, longest in compute_chunk_lengths(seq_lens, weights, {}).items():
         used = {phase: length for phase, length in seq_lens.items() if name in weights[phase]}
         chunk = chunk_tokens[name]
         bad = [f"phases.{phase}.seq_len = {length:,}" for phase, length in used.items() if chunk % length]
@@ -327,7 +331,7 @@ def chunk_problems(
     return problems
 
 
-def changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
+def find_changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
     """Why a run cannot go on with other chunks; `old` holds the sources that something was read of.
 
     One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
@@ -346,7 +350,7 @@ def changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> lis
     ]
 
 
-def _number(text: str) -> Fraction:
+def _parse_number(text: str) -> Fraction:
     try:
         return Fraction(Decimal(text.replace("_", "").replace(",", "")))
     except InvalidOperation:  # pragma: no cover - the pattern admits numbers only

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ds_pretrain.core.errors import InputError, RunError, agreed
+from ds_pretrain.core.errors import InputError, RunError, mark_agreed
 
 Result = TypeVar("Result")
 PROGRESS_SECONDS = 30.0
@@ -39,7 +39,7 @@ class World:
         """True on the one rank that writes what is written once."""
         return self.rank == 0
 
-    def readers(self, ranks_a_sequence: int) -> "World":
+    def data_parallel_world(self, ranks_a_sequence: int) -> "World":
         """Who reads rows: each group of neighboring ranks that share their sequences counts as one."""
         return World(self.rank // ranks_a_sequence, self.size // ranks_a_sequence, self.local_rank)
 
@@ -59,7 +59,7 @@ class World:
             os.environ.setdefault(name, str(value))
 
 
-def environment_values(wanted: Callable[[str], bool]) -> list[str]:
+def read_environment_values(wanted: Callable[[str], bool]) -> list[str]:
     """The values of the environment variables whose names are `wanted`."""
     return [value for name, value in os.environ.items() if wanted(name)]
 
@@ -71,7 +71,7 @@ def uses_gpu() -> bool:
     return os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
 
 
-class Share(NamedTuple):
+class Partition(NamedTuple):
     """Elements [start, start + length) of a flattened parameter; `padded` is what they take in a shard."""
 
     start: int
@@ -79,14 +79,14 @@ class Share(NamedTuple):
     padded: int
 
 
-def share_of(num_elements: int, rank: int, num_ranks: int) -> Share:
+def compute_partition(num_elements: int, rank: int, num_ranks: int) -> Partition:
     """Return the share of a flattened parameter that ZeRO-3 gives to a rank: equal, the last ones padded.
 
     Measured on DeepSpeed 0.19.8; the tests of restoring on other numbers of ranks fail when it changes.
     """
     padded = ceil(num_elements / num_ranks)
     start = min(rank * padded, num_elements)
-    return Share(start, min(padded, num_elements - start), padded)
+    return Partition(start, min(padded, num_elements - start), padded)
 
 
 def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -97,7 +97,7 @@ def gather_rows(world: World, row: Sequence[float]) -> npt.NDArray[np.float64]:
     import torch
     import torch.distributed as dist
 
-    device = _collective_device()
+    device = _get_collective_device()
     mine = torch.from_numpy(local).to(device)
     rows = list(torch.empty((world.size, len(row)), dtype=torch.float64, device=device))  # W views of [K]
     dist.all_gather(rows, mine)
@@ -115,28 +115,28 @@ def gather_objects(world: World, value: Any) -> list[Any]:
     return values
 
 
-def from_main(world: World, value: Any) -> Any:
+def broadcast_from_main(world: World, value: Any) -> Any:
     """Rank 0's value on every rank. Collective."""
     if world.size == 1:
         return value
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_collective_device())
+    dist.broadcast_object_list(box, src=0, device=_get_collective_device())
     return box[0]
 
 
-def on_main(world: World, act: Callable[[], Result]) -> Result:
+def run_on_main(world: World, act: Callable[[], Result]) -> Result:
     """Return what `act` returns on rank 0, on every rank. Collective; for work of a few seconds.
 
     Raises:
         RunError: what `act` raised on rank 0, whatever it was, on every rank: nobody is left waiting.
     """
-    outcome = _attempt(act) if world.is_main else None
-    return cast(Result, _unwrap([from_main(world, outcome)])[0])
+    outcome = _try_act(act) if world.is_main else None
+    return cast(Result, _unwrap([broadcast_from_main(world, outcome)])[0])
 
 
-def on_each_rank(
+def run_on_each_rank(
     world: World, act: Callable[[], Result], what: str | None = None, poll_seconds: float = 2.0
 ) -> list[Result]:
     """Return what `act` returns on each rank, in rank order, however long it takes. Collective.
@@ -148,7 +148,7 @@ def on_each_rank(
         RunError: one error on every rank, with what each rank raised; InputError if all were of that kind.
     """
     done: list[_Outcome] = []
-    thread = Thread(target=lambda: done.append(_attempt(act)), name="work", daemon=True)
+    thread = Thread(target=lambda: done.append(_try_act(act)), name="work", daemon=True)
     thread.start()
     started = logged = monotonic()
     while True:
@@ -170,7 +170,7 @@ class _Outcome:
     error: RunError | None = None  # an error of its own kind and exit code
 
 
-def _attempt(act: Callable[[], Any]) -> _Outcome:
+def _try_act(act: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(act())
     except InputError as error:
@@ -190,7 +190,7 @@ def _unwrap(outcomes: Sequence[_Outcome]) -> list[Any]:
     if not failed:
         return [outcome.value for outcome in outcomes]
     if len(outcomes) == 1 and failed[0].error is not None:
-        raise agreed(failed[0].error)
+        raise mark_agreed(failed[0].error)
     problems = list(
         dict.fromkeys(
             problem if outcome.is_input or len(outcomes) == 1 else f"rank {rank}: {problem}"
@@ -199,9 +199,9 @@ def _unwrap(outcomes: Sequence[_Outcome]) -> list[Any]:
         )
     )
     if all(outcome.is_input for outcome in failed):
-        raise agreed(InputError(problems))
+        raise mark_agreed(InputError(problems))
     more = [f"{len(problems) - _MOST_TOLD} more like these"] if len(problems) > _MOST_TOLD else []
-    raise agreed(RunError("; ".join([*problems[:_MOST_TOLD], *more])))
+    raise mark_agreed(RunError("; ".join([*problems[:_MOST_TOLD], *more])))
 
 
 def barrier(world: World) -> None:
@@ -209,7 +209,7 @@ def barrier(world: World) -> None:
     gather_rows(world, [0.0])
 
 
-def _collective_device() -> Any:
+def _get_collective_device() -> Any:
     import torch
     import torch.distributed as dist
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_NEEDS_PERSON = 3
+EXIT_NEEDS_OPERATOR = 3
 EXIT_NO_PROGRESS = 4
 EXIT_CANNOT_SAVE = 5
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -31,7 +31,7 @@ EXIT_MEANINGS = {
     EXIT_FINISHED: "finished: the last step is done and saved",
     EXIT_FAILED: "a crash; the same command goes on from the newest intact checkpoint",
     EXIT_BAD_INPUT: "bad input; the message above says what to change",
-    EXIT_NEEDS_PERSON: "the run is sick and nothing is left to try; a person has to look first",
+    EXIT_NEEDS_OPERATOR: "the run is sick and nothing is left to try; a person has to look first",
     EXIT_NO_PROGRESS: "the run had steps left and made none",
     EXIT_CANNOT_SAVE: "checkpoints cannot be saved; make room or mend the disk first",
     EXIT_PREEMPTED: "stopped, everything is saved; the same command goes on from there",
@@ -63,17 +63,17 @@ class InputError(RunError):
 Agreed = TypeVar("Agreed", bound=RunError)
 
 
-def agreed(error: Agreed) -> Agreed:
+def mark_agreed(error: Agreed) -> Agreed:
     """Mark an error that every rank raises together."""
     error.agreed = True
     return error
 
 
-class NeedsPerson(RunError):
+class NeedsOperator(RunError):
     """The watchdog has spent its responses. Raised by every rank."""
 
     agreed = True
-    exit_code = EXIT_NEEDS_PERSON
+    exit_code = EXIT_NEEDS_OPERATOR
 
 
 class NoProgress(RunError):

@@ -50,7 +50,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes 0600; a shared run folder follows the umask
+        os.chmod(
+            temporary, 0o666 & ~_read_umask()
+        )  # mkstemp makes 0600; a shared run folder follows the umask
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -58,7 +60,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-def copied_beside(source: Path, target: Path) -> Path:
+def copy_beside(source: Path, target: Path) -> Path:
     """Copy in chunks to a name beside `target` that begins with a dot, synced; to be renamed."""
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
@@ -140,7 +142,7 @@ class FileLock:
         self.release()
 
 
-def checksum(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal, read in chunks."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -150,7 +152,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def folder_problem(folder: Path, what: str) -> str | None:
+def check_folder(folder: Path, what: str) -> str | None:
     """Why `folder` cannot be written or created, as far as looking tells; None if it seems it can."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir():
@@ -185,7 +187,7 @@ def free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask

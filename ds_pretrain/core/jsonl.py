@@ -2,7 +2,7 @@
 
 A record is a mapping of plain values with "event" ("step", "validation", "data", "start", "checkpoint",
 "stop", ...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history
-of a run, thrown-away work included: nothing in it is ever changed. `latest_attempt` reads the history that
+of a run, thrown-away work included: nothing in it is ever changed. `select_latest_attempt` reads the history that
 counts out of it.
 """
 
@@ -37,7 +37,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`. Raises OSError when the disk refuses it."""
-        text = json.dumps(_strict(record), allow_nan=False, ensure_ascii=False, default=str)
+        text = json.dumps(_to_strict(record), allow_nan=False, ensure_ascii=False, default=str)
         line = (("\n" if self._torn else "") + text + "\n").encode("utf-8", "backslashreplace")
         self._torn = True  # until all of the line is known to be there
         done = 0
@@ -61,17 +61,17 @@ class JsonLines:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl as written, "nan" and "inf" as numbers again, torn lines skipped."""
     with path.open("rb") as file:
-        yield from _records(file)
+        yield from _parse_records(file)
 
 
-def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # torn by a kill, a full disk or a power cut
             continue
         if isinstance(record, dict):
-            yield _restored(record)
+            yield _restore_value(record)
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -83,11 +83,13 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
             file.seek(start)
             rest, *lines = (file.read(end - start) + rest).split(b"\n")
             end = start
-            yield from _records(reversed(lines))
-        yield from _records([rest])
+            yield from _parse_records(reversed(lines))
+        yield from _parse_records([rest])
 
 
-def latest_attempt(records: Iterable[Mapping[str, Any]], event: str = "step") -> list[Mapping[str, Any]]:
+def select_latest_attempt(
+    records: Iterable[Mapping[str, Any]], event: str = "step"
+) -> list[Mapping[str, Any]]:
     """The `event` records of the history that counts, by rising step.
 
     A step taken again (after a restart or a rollback) supersedes all that was recorded at it and later.
@@ -118,12 +120,14 @@ def read_as(kind: type[T], text: str | bytes, extra: Literal["forbid", "ignore"]
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        found = "" if first["type"] in ("missing", "json_invalid") else f", found {shown(first['input'])}"
+        found = (
+            "" if first["type"] in ("missing", "json_invalid") else f", found {show_value(first['input'])}"
+        )
         raise ValueError(f"{f'`{where}`: ' if where else ''}{first['msg']}{found}") from None
     return value
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value as JSON and TOML write it, shortened."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -133,21 +137,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
-def _strict(value: Any) -> Any:
+def _to_strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):
-        return {str(k): _strict(v) for k, v in value.items()}
+        return {str(k): _to_strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [_to_strict(v) for v in value]
     return value
 
 
-def _restored(value: Any) -> Any:
+def _restore_value(value: Any) -> Any:
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {k: _restored(v) for k, v in value.items()}
+        return {k: _restore_value(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_restored(v) for v in value]
+        return [_restore_value(v) for v in value]
     return value

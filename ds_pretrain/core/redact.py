@@ -28,13 +28,13 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name.upper()) is not None
 
 
-def scrubbed(text: str, secrets: Collection[str]) -> str:
+def scrub(text: str, secrets: Collection[str]) -> str:
     """`text` without credentials, whatever library wrote it.
 
     Hidden are `secrets` (at least the values of environment variables whose names look secret), what signs a
     URL, and users in URLs.
     """
-    known = {value for found in secrets for value in _spellings(found)}
+    known = {value for found in secrets for value in _list_spellings(found)}
     for value in sorted(known, key=len, reverse=True):  # a secret may be part of another
         text = text.replace(value, HIDDEN)
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
@@ -44,21 +44,21 @@ def scrubbed(text: str, secrets: Collection[str]) -> str:
     return _AWS_KEY_ID.sub(HIDDEN, text)
 
 
-def secret_options(options: Any, named_secret: bool = False) -> Iterator[str]:
+def find_secret_options(options: Any, named_secret: bool = False) -> Iterator[str]:
     """The texts among nested options that stand under a name that looks secret."""
     if isinstance(options, dict):
         for name, value in options.items():
-            yield from secret_options(value, named_secret or is_secret(str(name)))
+            yield from find_secret_options(value, named_secret or is_secret(str(name)))
     elif named_secret and isinstance(options, str):
         yield options
 
 
-def _spellings(value: str) -> Iterator[str]:
+def _list_spellings(value: str) -> Iterator[str]:
     """A secret as it is and as it stands in a URL; of a JSON object, the secret texts in it."""
     candidates = [value]
     if value.lstrip().startswith("{"):
         with contextlib.suppress(ValueError):  # not JSON after all: then it is hidden as a whole only
-            candidates += secret_options(json.loads(value))
+            candidates += find_secret_options(json.loads(value))
     for candidate in candidates:
         if len(candidate.strip()) >= _SHORTEST:
             yield from (candidate, candidate.strip(), quote(candidate, safe=""))

@@ -48,7 +48,7 @@ def ranks_folder(out: Path) -> Path:
     return out / "ranks"
 
 
-def process_start_time(pid: int) -> int | None:
+def read_process_start_time(pid: int) -> int | None:
     """Start of a process of this host in clock ticks after boot; None if it is gone or a zombie.
 
     Field 22 of /proc/<pid>/stat (https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html).
@@ -65,7 +65,7 @@ def process_start_time(pid: int) -> int | None:
 
 def record_rank(out: Path, rank: int) -> Path:
     """Write down that this process is `rank` of the run in `out`; the file written."""
-    start_time = process_start_time(os.getpid())
+    start_time = read_process_start_time(os.getpid())
     assert start_time is not None
     record = RankRecord(rank=rank, host=socket.gethostname(), pid=os.getpid(), start_time=start_time)
     ranks_folder(out).mkdir(parents=True, exist_ok=True)
@@ -157,12 +157,12 @@ class StopSignal:
     def is_asked(self) -> bool:
         """True if this rank was asked. Other ranks may not have been: share it before acting on it."""
         self._has_looked = self._looks
-        return self._signalled or (self._looks and _exists(self._file))
+        return self._signalled or (self._looks and _file_exists(self._file))
 
     def is_save_asked(self) -> bool:
         """True once for each request to save: SIGUSR1 here, or the file `save-now`, which is removed."""
         asked, self._save_signalled = self._save_signalled, False
-        if self._looks and not self._save_file_stays and _exists(self._save_file):
+        if self._looks and not self._save_file_stays and _file_exists(self._save_file):
             asked = True
             try:
                 self._save_file.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ class StopSignal:
             self._signalled = True
 
 
-def _exists(path: Path) -> bool:
+def _file_exists(path: Path) -> bool:
     """Whether a file is there; a file system that does not answer asks for nothing."""
     try:
         return path.exists()

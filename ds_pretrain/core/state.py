@@ -102,17 +102,17 @@ class Rollback:
 
 
 @dataclass(frozen=True)
-class Usual:
+class RunningStats:
     """The accepted values of one series, as far as they are remembered (see `watchdog.stats`)."""
 
     recent: tuple[float, ...] = ()  # the last accepted values, oldest first
     residuals: tuple[float, ...] = ()  # how far each accepted value lay from the centre before it
     num_accepted: int = 0
-    lag: float = 0.0  # median of the residuals
-    spread: float = 0.0  # 1.4826 times their median absolute deviation from it
+    trend: float = 0.0  # median of the residuals
+    mad_sigma: float = 0.0  # 1.4826 times their median absolute deviation from it
 
     @property
-    def centre(self) -> float:
+    def median(self) -> float:
         """The median of the recent values. There must be one."""
         return median(self.recent)
 
@@ -123,7 +123,7 @@ class Streak:
 
     onset: int  # the step where it began
     num_steps: int  # so far, up to the last that was bad
-    num_calm: int = 0  # steps since then
+    num_normal: int = 0  # steps since then
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class WatchdogState:
 
     step: int = 0  # of the last record
     phase: str | None = None
-    loss: Usual = field(default_factory=Usual)
-    norm: Usual = field(default_factory=Usual)  # of the logarithm of the gradient norm
+    loss: RunningStats = field(default_factory=RunningStats)
+    norm: RunningStats = field(default_factory=RunningStats)  # of the logarithm of the gradient norm
     spike: Streak | None = None
     fall: Streak | None = None
     norm_rise: Streak | None = None
@@ -144,7 +144,7 @@ class WatchdogState:
     slow_level: float | None = None  # of the loss: a slow mean of accepted values
     lowest_level: float | None = None  # the lowest that it has been
     before_fall: float | None = None  # the level that the loss fell from, when a fall became the new level
-    fell_at: int | None = None  # and the step
+    fall_step: int | None = None  # and the step
     drift_halfway: int | None = None  # the step at which the rise above it was half of a drift
 
 
@@ -155,7 +155,7 @@ class RunState:
     step: int = 0  # finished optimizer steps
     ledger: SkipLedger = field(default_factory=SkipLedger)
     num_skipped_updates: int = 0  # of the finished steps, those whose update was dropped
-    num_healthy: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
+    num_healthy_steps: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
     watchdog: WatchdogState = field(default_factory=WatchdogState)
     rollbacks: tuple[Rollback, ...] = ()
 
@@ -172,7 +172,7 @@ class RunState:
             self,
             step=self.step + 1,
             num_skipped_updates=self.num_skipped_updates + (not applied),
-            num_healthy=self.num_healthy + 1 if healthy else 0,
+            num_healthy_steps=self.num_healthy_steps + 1 if healthy else 0,
             watchdog=self.watchdog if memory is None else memory,
         )
 

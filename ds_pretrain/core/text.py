@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.jsonl import show_value
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -34,7 +34,7 @@ def read_text(path: str | Path, what: str) -> str:
             f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
     except ValueError as error:  # a null character
-        raise InputError(f"{what}: {shown(str(path))} is no path ({error}); check the path") from error
+        raise InputError(f"{what}: {show_value(str(path))} is no path ({error}); check the path") from error
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         InputError: a syntax error, a key given twice, NaN or Infinity, or something else than an object.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        data = json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise InputError(f"{name} is not valid JSON: {error}") from error
     except _WrongJsonError as error:
@@ -54,16 +54,16 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     except ValueError as error:  # a number of thousands of digits
         raise InputError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise InputError(f"{name} must hold one JSON object, found {_json_name(data)}")
+        raise InputError(f"{name} must hold one JSON object, found {_name_json_type(data)}")
     return data
 
 
-def counted(amount: int, one: str, several: str | None = None) -> str:
+def format_count_of(amount: int, one: str, several: str | None = None) -> str:
     """ "1 sequence", "1,200 sequences"; `several` where it is not `one` with an s."""
     return f"{amount:,} {one if amount == 1 else several or f'{one}s'}"
 
 
-def plain_words(value: Any) -> str:
+def format_plain(value: Any) -> str:
     """A value of a record as a person reads it, none of it in Python's spelling."""
     if isinstance(value, str):
         return value
@@ -72,13 +72,13 @@ def plain_words(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {plain_words(one)}" for key, one in value.items()) or "nothing"
+        return ", ".join(f"{key} {format_plain(one)}" for key, one in value.items()) or "nothing"
     if isinstance(value, list | tuple):
-        return ", ".join(map(plain_words, value)) or "nothing"
+        return ", ".join(map(format_plain, value)) or "nothing"
     return str(value)
 
 
-def counted_epochs(epochs: float, beyond: float | None = None) -> str:
+def format_epochs(epochs: float, beyond: float | None = None) -> str:
     """ "0.37 epochs", "0.0012 epochs"; with so many digits that more than `beyond` reads as more."""
     text = f"{epochs:.2f}" if epochs == 0 or epochs >= 0.1 else f"{epochs:.2g}"
     digits = 3
@@ -87,12 +87,12 @@ def counted_epochs(epochs: float, beyond: float | None = None) -> str:
     return f"{text} epochs"
 
 
-def listed(items: Sequence[object], most: int = 16) -> str:
+def join_listed(items: Sequence[object], most: int = 16) -> str:
     """The first of them, and a sign that there are more."""
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
 
 
-def changed_fields(
+def find_changed_fields(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
     """Dotted path to (old, new) of every leaf that differs."""
@@ -100,13 +100,13 @@ def changed_fields(
     for key in dict.fromkeys([*old, *new]):
         path, before, after = f"{prefix}{key}", old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes |= changed_fields(before, after, f"{path}.")
+            changes |= find_changed_fields(before, after, f"{path}.")
         elif before != after:
             changes[path] = (before, after)
     return changes
 
 
-def _json_name(value: Any) -> str:
+def _name_json_type(value: Any) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -115,7 +115,7 @@ class _WrongJsonError(Exception):
     pass
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in pairs:
         if key in data:
@@ -128,7 +128,7 @@ def _refuse_constant(text: str) -> Any:
     raise _WrongJsonError(f"holds {text}, which is no JSON; write a number")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as the two units that matter: "45s", "12m 05s", "3h 20m", "4d 07h"."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
@@ -141,7 +141,7 @@ def duration(seconds: float) -> str:
     return f"{days}d {hours % 24:02d}h"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """A count with three significant digits: "950", "12.3k", "4.19M", "1.20T"."""
     value = float(number)
     for suffix in ("", "k", "M", "B", "T"):
@@ -182,7 +182,7 @@ def discard_unread(stream: TextIO) -> None:
             os.close(nowhere)
 
 
-def text_plot(columns: Sequence[Sequence[float]], height: int, logarithmic: bool = False) -> list[str]:
+def draw_plot(columns: Sequence[Sequence[float]], height: int, logarithmic: bool = False) -> list[str]:
     """Lines that draw the range of each column's values, with the highest and the lowest in front.
 
     A logarithmic scale takes values above 0 only.
@@ -206,7 +206,7 @@ def text_plot(columns: Sequence[Sequence[float]], height: int, logarithmic: bool
     return [f"{labels.get(y, ''):9} {''.join(line)}".rstrip() for y, line in enumerate(rows)]
 
 
-def loss_plot(
+def draw_loss_plot(
     curve: Sequence[tuple[int, float]],
     marks: Sequence[str],
     legend: Mapping[str, str],
@@ -228,7 +228,7 @@ def loss_plot(
     meanings = "  ".join(f"{mark} {meaning}" for mark, meaning in legend.items())
     return "\n".join(
         [
-            *text_plot(columns, height, logarithmic=True),
+            *draw_plot(columns, height, logarithmic=True),
             f"{'verdict':9} {line}".rstrip(),
             f"{'step':9} {steps}   {meanings}",
         ]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ds_pretrain.config.schema import HeldOutSection
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import counted
-from ds_pretrain.data.indexed import TokenSource, file_of, open_source
+from ds_pretrain.core.text import format_count_of
+from ds_pretrain.data.indexed import TokenSource, corpus_file, open_source
 
 _CHUNK = 1 << 18  # documents looked at at once, so that an index of any length needs little memory
 
@@ -63,10 +63,10 @@ class ChosenTokens:
 
 def open_section(section: HeldOutSection) -> TokenSource:
     """A source as a run file has it. Raises InputError: it cannot be opened, or none of it is chosen."""
-    return view(open_source(section.path), section.min_document_tokens, section.max_document_tokens)
+    return open_filtered(open_source(section.path), section.min_document_tokens, section.max_document_tokens)
 
 
-def view(
+def open_filtered(
     source: TokenSource, min_document_tokens: int | None, max_document_tokens: int | None
 ) -> TokenSource:
     """The documents of a source with so many tokens, separators included; the source itself without bounds.
@@ -78,7 +78,7 @@ def view(
     """
     if min_document_tokens is None and max_document_tokens is None:
         return source
-    words = _words(min_document_tokens, max_document_tokens)
+    words = _describe_limits(min_document_tokens, max_document_tokens)
     least, most = min_document_tokens or 0, max_document_tokens
     chosen: list[tuple[NDArray[np.int64], ...]] = []
     shortest, longest, before = source.num_tokens, 0, 0
@@ -94,7 +94,8 @@ def view(
     documents, origins, lengths = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
     if not lengths.sum():
         raise InputError(
-            f"{file_of(source.prefix, 'idx')}: none of its {counted(source.num_documents, 'document')} has "
+            f"{corpus_file(source.prefix, 'idx')}: none of its "
+            f"{format_count_of(source.num_documents, 'document')} has "
             f"{words}: the shortest has {shortest:,} and the longest {longest:,}; change "
             "min_document_tokens or max_document_tokens"
         )
@@ -110,13 +111,13 @@ def view(
     )
 
 
-def chosen_of(source: TokenSource) -> ChosenTokens | None:
+def get_chosen_tokens(source: TokenSource) -> ChosenTokens | None:
     """What a view is made of; None of a source as it is."""
     stream: object = source.stream
     return stream if isinstance(stream, ChosenTokens) else None
 
 
-def _words(least: int | None, most: int | None) -> str:
+def _describe_limits(least: int | None, most: int | None) -> str:
     if least is None:
         return f"at most {most:,} tokens"
     if most is None:

@@ -125,7 +125,7 @@ class TokenSource:
         return digest.hexdigest()
 
 
-def stem_of(prefix: Path | str) -> Path:
+def parse_prefix(prefix: Path | str) -> Path:
     """The prefix of a corpus, given with or without `.bin` or `.idx`.
 
     Raises:
@@ -140,7 +140,7 @@ def stem_of(prefix: Path | str) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def file_of(prefix: Path, ending: str) -> Path:
+def corpus_file(prefix: Path, ending: str) -> Path:
     """`PREFIX.bin` and its like; a prefix may hold dots of its own."""
     return prefix.with_name(f"{prefix.name}.{ending}")
 
@@ -151,7 +151,7 @@ def open_source(prefix: Path | str) -> TokenSource:
     Raises:
         InputError: a file is missing, unreadable, foreign, truncated, or disagrees with another.
     """
-    stem = stem_of(prefix)
+    stem = parse_prefix(prefix)
     try:
         return _open(stem)
     except OSError as error:
@@ -162,7 +162,7 @@ def open_source(prefix: Path | str) -> TokenSource:
 
 
 def _open(stem: Path) -> TokenSource:
-    bin_path, idx_path = file_of(stem, "bin"), file_of(stem, "idx")
+    bin_path, idx_path = corpus_file(stem, "bin"), corpus_file(stem, "idx")
     missing = [path for path in (bin_path, idx_path) if not path.is_file()]
     if missing:
         raise InputError(
@@ -174,8 +174,8 @@ def _open(stem: Path) -> TokenSource:
     _check_bin(bin_path, idx_path, dtype, int(lengths.sum(dtype=np.int64)))
     # Read before the map: an empty file cannot be mapped, and has been refused above.
     stream = np.memmap(bin_path, dtype=dtype, mode="r")
-    source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(file_of(stem, "json")), offsets)
-    if problems := _type_problems(source) or _sidecar_problems(source):
+    source = TokenSource(stem, stream, lengths, bounds, _read_sidecar(corpus_file(stem, "json")), offsets)
+    if problems := _find_type_problems(source) or _find_sidecar_problems(source):
         raise InputError(problems)
     return source
 
@@ -212,12 +212,12 @@ def _read_index(
     lengths = np.frombuffer(mapped, "<i4", num_sequences, HEADER_BYTES)
     pointers = np.frombuffer(mapped, "<i8", num_sequences, HEADER_BYTES + 4 * num_sequences)
     bounds = np.frombuffer(mapped, "<i8", num_bounds, HEADER_BYTES + 12 * num_sequences)
-    if problems := _index_problems(path, DTYPES[code].itemsize, lengths, pointers, bounds):
+    if problems := _find_index_problems(path, DTYPES[code].itemsize, lengths, pointers, bounds):
         raise InputError(problems)
     return DTYPES[code], lengths, bounds, pointers
 
 
-def _index_problems(
+def _find_index_problems(
     path: Path,
     itemsize: int,
     lengths: NDArray[np.int32],
@@ -278,9 +278,9 @@ def _read_sidecar(path: Path) -> dict[str, Any] | None:
     return sidecar if isinstance(sidecar, dict) else None
 
 
-def _type_problems(source: TokenSource) -> list[str]:
+def _find_type_problems(source: TokenSource) -> list[str]:
     """What PREFIX.json holds in another form than `prepare` writes it."""
-    sidecar, path = source.sidecar or {}, file_of(source.prefix, "json")
+    sidecar, path = source.sidecar or {}, corpus_file(source.prefix, "json")
     problems = [
         f"{path}: {name} = {sidecar[name]!r}; expected a whole number, at least {least}: correct or remove it"
         for name, least in (("vocab_size", 1), ("eos_id", 0), ("max_id", 0))
@@ -293,18 +293,19 @@ def _type_problems(source: TokenSource) -> list[str]:
     ]
 
 
-def _sidecar_problems(source: TokenSource) -> list[str]:
+def _find_sidecar_problems(source: TokenSource) -> list[str]:
     """Where PREFIX.json and the index say different things: one of them belongs to another corpus."""
     found = {"dtype": source.dtype.name, "tokens": source.num_tokens, "documents": source.num_documents}
     return [
-        f"{file_of(source.prefix, 'json')}: {name} = {source.sidecar[name]!r}, but the index says {value!r}; "
+        f"{corpus_file(source.prefix, 'json')}: {name} = {source.sidecar[name]!r}, but the index says "
+        f"{value!r}; "
         "they belong to different corpora: copy all three files together, or prepare the source again"
         for name, value in found.items()
         if source.sidecar is not None and name in source.sidecar and source.sidecar[name] != value
     ]
 
 
-def dtype_for(vocab_size: int) -> np.dtype[Any]:
+def choose_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smaller token type that holds every id below `vocab_size`: uint16 or int32.
 
     Raises:
@@ -327,14 +328,20 @@ class IndexedWriter:
     def __init__(
         self, prefix: Path | str, vocab_size: int, keep_documents: int = 0, keep_tokens: int = 0
     ) -> None:
-        self.prefix = stem_of(prefix)
+        self.prefix = parse_prefix(prefix)
         self.vocab_size = vocab_size
-        self.dtype = dtype_for(vocab_size)
+        self.dtype = choose_dtype(vocab_size)
         self.folder = partial_folder(self.prefix)
         self.num_documents, self.num_tokens = keep_documents, keep_tokens
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / "tokens").exists() and not file_of(self.prefix, "idx").exists() and keep_tokens:
-            file_of(self.prefix, "bin").rename(self.folder / "tokens")  # killed between the last two renames
+        if (
+            not (self.folder / "tokens").exists()
+            and not corpus_file(self.prefix, "idx").exists()
+            and keep_tokens
+        ):
+            corpus_file(self.prefix, "bin").rename(
+                self.folder / "tokens"
+            )  # killed between the last two renames
         self._tokens = _open_at(self.folder / "tokens", keep_tokens * self.dtype.itemsize)
         self._lengths = _open_at(self.folder / "lengths", keep_documents * 4)
 
@@ -373,14 +380,14 @@ class IndexedWriter:
         facts |= {"documents": self.num_documents, "tokens": self.num_tokens}
         index = self.folder / "index"
         with index.open("wb") as file:
-            for part in _index_parts(self.folder / "lengths", self.num_documents, self.dtype):
+            for part in _build_index_parts(self.folder / "lengths", self.num_documents, self.dtype):
                 file.write(part)
         sync_file(index)
-        file_of(self.prefix, "idx").unlink(missing_ok=True)  # an old index must never meet the new tokens
-        os.replace(self.folder / "tokens", file_of(self.prefix, "bin"))
-        write_atomic(file_of(self.prefix, "json"), json.dumps({**facts, **sidecar}, indent=1) + "\n")
+        corpus_file(self.prefix, "idx").unlink(missing_ok=True)  # an old index must never meet the new tokens
+        os.replace(self.folder / "tokens", corpus_file(self.prefix, "bin"))
+        write_atomic(corpus_file(self.prefix, "json"), json.dumps({**facts, **sidecar}, indent=1) + "\n")
         sync_folder(self.prefix.parent)
-        os.replace(index, file_of(self.prefix, "idx"))
+        os.replace(index, corpus_file(self.prefix, "idx"))
         sync_folder(self.prefix.parent)
         shutil.rmtree(self.folder)
 
@@ -392,7 +399,7 @@ class IndexedWriter:
 
 def partial_folder(prefix: Path) -> Path:
     """Where a corpus is while it is written."""
-    return file_of(prefix, "partial")
+    return corpus_file(prefix, "partial")
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:
@@ -407,16 +414,16 @@ def _open_at(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def _index_parts(lengths_path: Path, num_documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
+def _build_index_parts(lengths_path: Path, num_documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
     """The bytes of an `.idx` in order, in chunks: one sequence a document."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     header = MAGIC + (1).to_bytes(8, "little") + bytes([code])
     header += num_documents.to_bytes(8, "little") + (num_documents + 1).to_bytes(8, "little")
     assert len(header) == HEADER_BYTES
     yield header
-    yield from _chunks(lengths_path)
+    yield from _read_chunks(lengths_path)
     at = 0
-    for chunk in _chunks(lengths_path):
+    for chunk in _read_chunks(lengths_path):
         ends = at + np.cumsum(np.frombuffer(chunk, "<i4"), dtype=np.int64) * dtype.itemsize
         yield np.concatenate([[at], ends[:-1]]).astype("<i8").tobytes()
         at = int(ends[-1])
@@ -424,7 +431,7 @@ def _index_parts(lengths_path: Path, num_documents: int, dtype: np.dtype[Any]) -
         yield np.arange(start, min(start + _CHUNK, num_documents + 1), dtype="<i8").tobytes()
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _read_chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(4 * _CHUNK):
             yield chunk

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.text import format_count_of
 from ds_pretrain.data.indexed import MAGIC
-from ds_pretrain.data.tokenizer import first_line, problem_of_name
+from ds_pretrain.data.tokenizer import find_name_problem, format_first_line
 
 DocumentMode = Literal["file", "line", "paragraph"]
 MAX_DOCUMENT_BYTES = 256 << 20  # a text file read as one document is held in memory
@@ -58,10 +58,10 @@ def find_inputs(
     writes = frozenset(Path(os.path.realpath(path)) for path in own)
     for source in sources:
         try:
-            inputs += _behind(source, writes, say)
+            inputs += _find_behind(source, writes, say)
         except InputError as error:
             problems += error.problems
-    problems += _given_twice(inputs)
+    problems += _find_duplicates(inputs)
     problems += [
         f"{one.name}: {one.num_bytes} bytes are too many for one document (at most {MAX_DOCUMENT_BYTES}); "
         "split it with --document line or --document paragraph"
@@ -73,7 +73,7 @@ def find_inputs(
     return inputs
 
 
-def identity(inputs: Sequence[Input]) -> str:
+def compute_identity(inputs: Sequence[Input]) -> str:
     """A hash of names, sizes and times: another one means that the documents may have changed."""
     text = "\n".join(f"{one.name}\t{one.reader}\t{one.num_bytes}\t{one.modified_ns}" for one in inputs)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
@@ -84,22 +84,22 @@ def open_text(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _behind(source: str, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
+def _find_behind(source: str, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
     if os.path.isdir(source) and source:
-        return _in_folder(Path(source), own, say)
+        return _list_folder(Path(source), own, say)
     if os.path.isfile(source):
-        return [_single_file(Path(source), own)]
+        return [_build_single_file(Path(source), own)]
     if os.path.exists(source):
         raise InputError(f"{source}: neither a file nor a folder; write what it gives to a file first")
-    if problem := problem_of_name(source, "dataset"):
+    if problem := find_name_problem(source, "dataset"):
         raise InputError(
             f"{source or repr(source)}: {problem}; expected a file, a folder, or the name of a hub data set"
         )
     return [Input(source, "hub")]
 
 
-def _single_file(path: Path, own: frozenset[Path]) -> Input:
-    reader = _READERS.get(_ending(path), "text")
+def _build_single_file(path: Path, own: frozenset[Path]) -> Input:
+    reader = _READERS.get(_get_ending(path), "text")
     if Path(os.path.realpath(path)) in own:
         raise InputError(
             f"{path}: belongs to the tokenizer, or is what this command writes; name the text, or choose "
@@ -107,15 +107,15 @@ def _single_file(path: Path, own: frozenset[Path]) -> Input:
         )
     if reader == "text" and not _is_text(path):
         raise InputError(f"{path}: holds a NUL byte, so it is not UTF-8 text; convert it, or leave it out")
-    return _file(path, reader)
+    return _build_file(path, reader)
 
 
-def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
+def _list_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -> list[Input]:
     root = Path(os.path.realpath(folder))
     inside = frozenset(path for path in own if root in path.parents)
     # By name as text, so that the order is the same on every file system.
     paths = sorted(filter(Path.is_file, _walk(folder, inside)), key=Path.as_posix)
-    columns = [path for path in paths if _ending(path) in _COLUMNS]
+    columns = [path for path in paths if _get_ending(path) in _COLUMNS]
     kept: dict[str, Path] = {}  # by what a link leads to
     left_out: dict[str, list[Path]] = defaultdict(list)  # by the reason
     for path in columns or paths:
@@ -129,10 +129,10 @@ def _in_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None]) -
         else:
             kept[real] = path
     for why, found in left_out.items():
-        say(f"{folder}: left out {counted(len(found), 'file')} {why} (the first: {found[0]})")
+        say(f"{folder}: left out {format_count_of(len(found), 'file')} {why} (the first: {found[0]})")
     if not kept:
         raise InputError(f"{folder}: a folder without text, jsonl, parquet or arrow files")
-    return [_file(path, _COLUMNS[_ending(path)] if columns else "text") for path in kept.values()]
+    return [_build_file(path, _COLUMNS[_get_ending(path)] if columns else "text") for path in kept.values()]
 
 
 def _walk(folder: Path, own: frozenset[Path]) -> Iterator[Path]:
@@ -168,7 +168,7 @@ def _is_of_corpus(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _given_twice(inputs: Sequence[Input]) -> Iterator[str]:
+def _find_duplicates(inputs: Sequence[Input]) -> Iterator[str]:
     seen: dict[str, str] = {}
     for one in inputs:
         key = one.name if one.reader == "hub" else os.path.realpath(one.name)
@@ -178,12 +178,12 @@ def _given_twice(inputs: Sequence[Input]) -> Iterator[str]:
         seen.setdefault(key, one.name)
 
 
-def _file(path: Path, reader: str) -> Input:
+def _build_file(path: Path, reader: str) -> Input:
     status = path.stat()
     return Input(str(path), reader, status.st_size, status.st_mtime_ns)
 
 
-def _ending(path: Path) -> str:
+def _get_ending(path: Path) -> str:
     """`.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
@@ -217,7 +217,7 @@ def read_documents(
         where = "from the hub" if one.reader == "hub" else f"as {one.reader}"
         here = "no such file or folder here, and it " if one.reader == "hub" else ""
         raise InputError(
-            f"{one.name}: {here}cannot be read {where} ({first_line(error)}); fix it or leave it out"
+            f"{one.name}: {here}cannot be read {where} ({format_first_line(error)}); fix it or leave it out"
         ) from error
 
 
@@ -231,10 +231,10 @@ def _read_text(path: Path, document: DocumentMode) -> Iterator[str]:
         if document == "line":
             yield from lines
             return
-        yield from _paragraphs(lines)
+        yield from _split_paragraphs(lines)
 
 
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+def _split_paragraphs(lines: Iterable[str]) -> Iterator[str]:
     for is_text, group in itertools.groupby(lines, key=lambda line: bool(line.strip())):
         if is_text:
             yield "\n".join(group)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.data.filtered import chosen_of
-from ds_pretrain.data.indexed import TokenSource, file_of
+from ds_pretrain.data.filtered import get_chosen_tokens
+from ds_pretrain.data.indexed import TokenSource, corpus_file
 from ds_pretrain.data.sampler import SampleIds
-from ds_pretrain.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of
+from ds_pretrain.data.tokenizer import END_OF_TEXT, Tokenizer, open_tokenizer_of
 
 SCAN_TOKENS = 50_000_000  # up to here every token is looked at: about 0.1 s
 _BLOCK_TOKENS = 1 << 16
@@ -40,14 +40,15 @@ def check_source(
     """
     problems = []
     if source.num_samples(seq_len) == 0:
-        chosen = chosen_of(source)
+        chosen = get_chosen_tokens(source)
         where = "" if chosen is None else f"in documents of {chosen.words}: "
         problems.append(
-            f"{file_of(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one sample of "
+            f"{corpus_file(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one "
+            f"sample of "
             f"{seq_len} + 1; shorten the sequence or prepare more text"
         )
-    problems += _sidecar_problems(source, vocab_size)
-    return problems + _range_problems(source, vocab_size, scan_tokens)
+    problems += _find_sidecar_problems(source, vocab_size)
+    return problems + _find_range_problems(source, vocab_size, scan_tokens)
 
 
 def describe_source(source: TokenSource) -> SourceReport:
@@ -58,7 +59,7 @@ def describe_source(source: TokenSource) -> SourceReport:
             None, (f"{source.prefix}: nothing says which id is EOS, so separators are not counted",)
         )
     found = scanned = 0
-    for _, block in _blocks(source, SCAN_TOKENS):
+    for _, block in _read_blocks(source, SCAN_TOKENS):
         found += int(np.count_nonzero(block == eos))
         scanned += block.size
     if found:
@@ -70,8 +71,8 @@ def describe_source(source: TokenSource) -> SourceReport:
     return SourceReport(0.0, (warning,))
 
 
-def _sidecar_problems(source: TokenSource, vocab_size: int) -> list[str]:
-    sidecar, path = source.sidecar or {}, file_of(source.prefix, "json")
+def _find_sidecar_problems(source: TokenSource, vocab_size: int) -> list[str]:
+    sidecar, path = source.sidecar or {}, corpus_file(source.prefix, "json")
     problems = []
     if (vocabulary := sidecar.get("vocab_size", 0)) > vocab_size:
         problems.append(
@@ -87,16 +88,16 @@ def _sidecar_problems(source: TokenSource, vocab_size: int) -> list[str]:
     return problems
 
 
-def _range_problems(source: TokenSource, vocab_size: int, scan_tokens: int) -> list[str]:
+def _find_range_problems(source: TokenSource, vocab_size: int, scan_tokens: int) -> list[str]:
     """The first token id that has no embedding row, by file and offset."""
-    for start, block in _blocks(source, scan_tokens):
+    for start, block in _read_blocks(source, scan_tokens):
         # Extremes first: they cost far less than a comparison of every token.
         if block.size and (int(block.max()) >= vocab_size or int(block.min()) < 0):
             at = int(np.flatnonzero((block.astype(np.int64) >= vocab_size) | (block < 0))[0])
-            chosen = chosen_of(source)
+            chosen = get_chosen_tokens(source)
             token = start + at if chosen is None else chosen.origin_of(start + at)
             return [
-                f"{file_of(source.prefix, 'bin')}: offset {token * source.dtype.itemsize}: "
+                f"{corpus_file(source.prefix, 'bin')}: offset {token * source.dtype.itemsize}: "
                 f"token {token} has id {block[at]}, "
                 f"outside the model's vocabulary of {vocab_size}; the model config has another tokenizer's "
                 f"vocab_size, or the file is not {source.dtype.name}"
@@ -104,7 +105,7 @@ def _range_problems(source: TokenSource, vocab_size: int, scan_tokens: int) -> l
     return []
 
 
-def _blocks(source: TokenSource, scan_tokens: int) -> Iterator[tuple[int, NDArray[Any]]]:
+def _read_blocks(source: TokenSource, scan_tokens: int) -> Iterator[tuple[int, NDArray[Any]]]:
     """The whole stream in blocks, or evenly spaced blocks of it (both ends among them) if it is longer."""
     total = source.num_tokens
     starts = np.arange(0, total, _BLOCK_TOKENS)
@@ -125,7 +126,7 @@ class Passage:
     text: str  # whole
 
 
-def passages(ids: SampleIds, places: Sequence[int], sources: Mapping[str, TokenSource]) -> list[Passage]:
+def read_passages(ids: SampleIds, places: Sequence[int], sources: Mapping[str, TokenSource]) -> list[Passage]:
     """The samples at `places` of a batch, in the order asked for. Reads the index and those tokens.
 
     Without a tokenizer that can be opened, the text of a source is its token ids, and why.
@@ -136,36 +137,40 @@ def passages(ids: SampleIds, places: Sequence[int], sources: Mapping[str, TokenS
         source = sources[name]
         here = [place for place in dict.fromkeys(places) if ids.source[place] == index]
         samples = ids.sample[here]
-        documents = _documents(source, samples * ids.seq_len, ids.seq_len + 1)
-        tokenizer, lacking = _tokenizer(name, source)
+        documents = _find_documents(source, samples * ids.seq_len, ids.seq_len + 1)
+        tokenizer, lacking = _open_tokenizer(name, source)
         for place, sample, inside in zip(here, samples.tolist(), documents, strict=True):
             tokens = source.sample(sample, ids.seq_len)  # [T + 1]
-            text = lacking + " ".join(map(str, tokens)) if tokenizer is None else _decoded(tokenizer, tokens)
+            text = (
+                lacking + " ".join(map(str, tokens))
+                if tokenizer is None
+                else _decode_tokens(tokenizer, tokens)
+            )
             found[place] = Passage(name, int(ids.epoch[place]), sample, inside, text)
     return [found[place] for place in places]
 
 
-def _tokenizer(name: str, source: TokenSource) -> tuple[Tokenizer | None, str]:
+def _open_tokenizer(name: str, source: TokenSource) -> tuple[Tokenizer | None, str]:
     """What decodes a source, or the words to put before its ids."""
     try:
-        tokenizer = tokenizer_of(source)
+        tokenizer = open_tokenizer_of(source)
     except InputError as error:
         return None, f"[token ids: {error}] "
     return tokenizer, f"[token ids: no tokenizer is known for {name}] "
 
 
-def _decoded(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> str:
+def _decode_tokens(tokenizer: Tokenizer, tokens: NDArray[np.int64]) -> str:
     """Text in which the ends of documents show, as the model is shown them."""
     pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id))
     parts = [pieces[0], *(piece[1:] for piece in pieces[1:])]
     return (tokenizer.eos_token or END_OF_TEXT).join(tokenizer.decode(part.tolist()) for part in parts)
 
 
-def _documents(source: TokenSource, starts: NDArray[np.int64], count: int) -> list[tuple[int, ...]]:
+def _find_documents(source: TokenSource, starts: NDArray[np.int64], count: int) -> list[tuple[int, ...]]:
     """The documents that tokens [start, start + count) lie in, for each start; empty documents hold none."""
-    first = _sequences_at(source, starts)
-    last = _sequences_at(source, starts + count - 1)
-    bounds, chosen = source.document_bounds, chosen_of(source)
+    first = _find_sequences(source, starts)
+    last = _find_sequences(source, starts + count - 1)
+    bounds, chosen = source.document_bounds, get_chosen_tokens(source)
     found = []
     for low, high in zip(first.tolist(), last.tolist(), strict=True):
         begin = int(np.searchsorted(bounds, low, side="right")) - 1
@@ -182,7 +187,7 @@ def _has_tokens(source: TokenSource, document: int, first: int, last: int) -> bo
     return bool(source.sequence_lengths[low:high].any())
 
 
-def _sequences_at(source: TokenSource, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find_sequences(source: TokenSource, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """The sequence that holds each token: [n]. Adds up the index once, a chunk at a time."""
     held = np.zeros(len(tokens), dtype=np.int64)
     before = 0  # tokens before the chunk

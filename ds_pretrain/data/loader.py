@@ -21,7 +21,7 @@ from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.core.state import RunState, SkipLedger
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.sampler import SampleIds, Sampler, checksums
+from ds_pretrain.data.sampler import SampleIds, Sampler, compute_checksums
 from ds_pretrain.data.validation_set import KEY_TOKENS, NUM_PLACES, Prompts, ValidationSet
 
 _READ_AHEAD_STEPS = 2
@@ -35,7 +35,7 @@ class MicroBatch:
     labels: Tensor  # [B, T] int64, already shifted: labels[b, t] follows input_ids[b, t]
     documents: Tensor | None = None  # [B, T] int32: 0, 1, 2, ... from the left; None: they are not told apart
 
-    def on(self, device: torch.device) -> "MicroBatch":
+    def to(self, device: torch.device) -> "MicroBatch":
         """Inputs and labels on a device. Documents stay: what a kernel needs of them is worked out here."""
         return replace(
             self,
@@ -55,7 +55,7 @@ class Batch:
     wait_seconds: float = 0.0
 
 
-class Feed:
+class BatchLoader:
     """Reads ahead on one thread. Every rank must be asked for the same steps.
 
     With `mask_documents`, micro-batches tell their documents apart and labels across a boundary are ignored.
@@ -78,7 +78,7 @@ class Feed:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: dict[tuple[int, SkipLedger], Future[Batch]] = {}
 
-    def __enter__(self) -> "Feed":
+    def __enter__(self) -> "BatchLoader":
         return self
 
     def __exit__(
@@ -123,10 +123,10 @@ class Feed:
             starts = np.concatenate([read_starts(ids, self.sources, *span) for span in spans])  # [K, T + 1]
 
         def read(chosen: NDArray[np.int64]) -> MicroBatch:
-            return to_micro_batch(rows[chosen], None if starts is None else starts[chosen])
+            return build_micro_batch(rows[chosen], None if starts is None else starts[chosen])
 
-        dealt = padded_batches(len(rows), self._world, self._micro_at(state.step), read)
-        return [batch for batch, _ in dealt], sum(checksums(rows))
+        dealt = read_padded_batches(len(rows), self._world, self._micro_at(state.step), read)
+        return [batch for batch, _ in dealt], sum(compute_checksums(rows))
 
     def _micro_at(self, step: int) -> int:
         return self._micro_sequences[self.sampler.timeline.at(step).phase]
@@ -145,16 +145,16 @@ class Feed:
         return Batch(
             ids=ids,
             micro_batches=tuple(
-                to_micro_batch(rows[at], None if starts is None else starts[at])
+                build_micro_batch(rows[at], None if starts is None else starts[at])
                 for i in range(0, share, micro)
                 for at in [slice(i, i + micro)]
             ),
             num_valid_tokens=num_valid,
-            checksums=checksums(rows),
+            checksums=compute_checksums(rows),
         )
 
 
-def padded_batches(
+def read_padded_batches(
     num_rows: int, world: World, size: int, read: Callable[[NDArray[np.int64]], MicroBatch]
 ) -> Iterator[tuple[MicroBatch, NDArray[np.int64]]]:
     """This rank's micro-batches of `size` rows of 0, 1, ..., as `read` makes them, and which rows each holds.
@@ -170,20 +170,22 @@ def padded_batches(
         yield batch, rows
 
 
-def validation_batches(chosen: ValidationSet, world: World, micro_batch_size: int) -> Iterator[MicroBatch]:
+def read_validation_batches(
+    chosen: ValidationSet, world: World, micro_batch_size: int
+) -> Iterator[MicroBatch]:
     """This rank's micro-batches of a validation, as many as every other rank's."""
 
     def read(rows: NDArray[np.int64]) -> MicroBatch:
         samples, source = chosen.indices[rows], chosen.source
         masked = chosen.mask_documents
         starts = mark_starts([source] * len(samples), samples, chosen.seq_len) if masked else None
-        return to_micro_batch(source.samples(samples, chosen.seq_len), starts)
+        return build_micro_batch(source.samples(samples, chosen.seq_len), starts)
 
-    for batch, _ in padded_batches(len(chosen.indices), world, micro_batch_size, read):
+    for batch, _ in read_padded_batches(len(chosen.indices), world, micro_batch_size, read):
         yield batch
 
 
-def prompt_batches(
+def read_prompt_batches(
     prompts: Prompts, length: int, world: World, micro_batch_size: int
 ) -> Iterator[tuple[MicroBatch, NDArray[np.int64]]]:
     """This rank's micro-batches of the prompts of one length, and the place of each row's key.
@@ -193,13 +195,13 @@ def prompt_batches(
 
     def read(chosen: NDArray[np.int64]) -> MicroBatch:
         starts = np.zeros((len(chosen), length + 1), np.bool_) if prompts.mask_documents else None
-        batch = to_micro_batch(rows[chosen], starts)
+        batch = build_micro_batch(rows[chosen], starts)
         batch.labels[:, :-KEY_TOKENS] = IGNORED
         return batch
 
     rows = prompts.rows[length]  # [R, n + 1]
     size = min(micro_batch_size * max(1, prompts.seq_len // length), -(-len(rows) // world.size))
-    for batch, chosen in padded_batches(len(rows), world, size, read):
+    for batch, chosen in read_padded_batches(len(rows), world, size, read):
         yield batch, chosen % NUM_PLACES
 
 
@@ -233,7 +235,7 @@ def mark_starts(
     return marks
 
 
-def to_micro_batch(rows: NDArray[np.int64], starts: NDArray[np.bool_] | None = None) -> MicroBatch:
+def build_micro_batch(rows: NDArray[np.int64], starts: NDArray[np.bool_] | None = None) -> MicroBatch:
     """[B, T + 1] tokens to inputs and labels of [B, T]. No label is ignored because of its id.
 
     `starts` [B, T + 1] says which tokens begin a document: as labels they are ignored, as inputs they are the

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.data.permutation import Words, derive_keys, keys_of, mixed, permute
+from ds_pretrain.data.permutation import Words, derive_keys, derive_round_keys, mix_counters, permute
 
 BLOCK_DRAWS = 4096
 _BITS = np.uint64(BLOCK_DRAWS.bit_length() - 1)  # of a place
 _PLACE = np.uint64(BLOCK_DRAWS - 1)  # these bits
 _PLACES = np.arange(BLOCK_DRAWS, dtype=np.uint64)
-_MIXED_PLACES = mixed(_PLACES)
+_MIXED_PLACES = mix_counters(_PLACES)
 _BLOCKS_KEPT = 8  # a batch lies in one block or a few, and the next batch in the last of them
 
 
@@ -48,7 +48,7 @@ class Mixture:
         edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(draws)]
         for first, end in pairwise(edges):
             if first < end:
-                sources, earlier = _layout(self.quotas, self.key, int(block[first]))
+                sources, earlier = _build_layout(self.quotas, self.key, int(block[first]))
                 places = place[first:end]
                 read = sources[places]
                 source[first:end] = read
@@ -64,14 +64,16 @@ class Mixture:
 
 
 @lru_cache(maxsize=_BLOCKS_KEPT)
-def _layout(quotas: tuple[int, ...], key: int, block: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+def _build_layout(
+    quotas: tuple[int, ...], key: int, block: int
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """The source of each place of a block, and how many earlier places read the same: [BLOCK_DRAWS] each."""
     block_key = int(derive_keys(key, np.array([block], dtype=np.uint64))[0])
     # A shuffle by sorting random words. Each holds its place in its low bits, so that no two are equal.
-    words = keys_of(block_key, _MIXED_PLACES) & ~_PLACE | _PLACES
+    words = derive_round_keys(block_key, _MIXED_PLACES) & ~_PLACE | _PLACES
     words.sort()
     words &= _PLACE
-    in_turn, count = _in_turn(quotas)
+    in_turn, count = _build_in_turn(quotas)
     source = np.empty(BLOCK_DRAWS, dtype=np.uint16)
     source[words.view(np.int64)] = in_turn
     by_source = np.argsort(source, kind="stable")  # of 16 bits: a radix sort
@@ -81,13 +83,13 @@ def _layout(quotas: tuple[int, ...], key: int, block: int) -> tuple[NDArray[np.u
 
 
 @lru_cache(maxsize=_BLOCKS_KEPT)
-def _in_turn(quotas: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+def _build_in_turn(quotas: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """Sources one after another, each as often as its quota, and 0, 1, 2, ... within each."""
     sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas)
     return sources, np.concatenate([np.arange(quota, dtype=np.uint16) for quota in quotas])
 
 
-def block_quotas(weights: Mapping[str, float]) -> dict[str, int]:
+def compute_block_quotas(weights: Mapping[str, float]) -> dict[str, int]:
     """Draws of each source in a block, by name in order, for positive finite weights of any scale.
 
     By largest remainder: rounded down, plus one for the largest remainders, so that they add up to a block.
@@ -122,7 +124,7 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     largest = float(values.max())
     values /= largest  # a sum of huge weights would overflow
     shares = values / values.sum()
-    quotas = tuple(block_quotas(weights).values())
+    quotas = tuple(compute_block_quotas(weights).values())
     smallest = largest * (float(values.sum()) / BLOCK_DRAWS)
     small = [at for at, quota in enumerate(quotas) if quota == 0]
     if small:

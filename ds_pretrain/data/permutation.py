@@ -37,15 +37,15 @@ def make_key(*parts: int | str) -> int:
 
 def derive_keys(key: int, counters: NDArray[np.integer]) -> Words:
     """One 64-bit key for each counter (an epoch, a block), from the key they share."""
-    return keys_of(key, mixed(counters))
+    return derive_round_keys(key, mix_counters(counters))
 
 
-def mixed(counters: NDArray[np.integer]) -> Words:
+def mix_counters(counters: NDArray[np.integer]) -> Words:
     """The half of `derive_keys` that no key enters: worth keeping for counters that come again."""
-    return _mix(_words(counters) + np.uint64(_GOLDEN))
+    return _mix(_to_words(counters) + np.uint64(_GOLDEN))
 
 
-def keys_of(key: int, mixed_counters: Words) -> Words:
+def derive_round_keys(key: int, mixed_counters: Words) -> Words:
     """The other half."""
     return _mix(mixed_counters ^ np.uint64(key))
 
@@ -63,50 +63,50 @@ def permute(index: NDArray[np.integer], size: int, key: int | Words) -> Words:
     index = np.asarray(index)
     if index.size and not (int(index.min()) >= 0 and int(index.max()) < size):
         raise ValueError(f"an index is outside [0, {size}): they run from {index.min()} to {index.max()}")
-    flat = _words(index).reshape(-1)
+    flat = _to_words(index).reshape(-1)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape).reshape(-1)
     out = np.empty_like(flat)
     for start in range(0, flat.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        out[part] = _walk(flat[part], size, _mix(_one_if_equal(keys[part]).copy()))
+        out[part] = _walk(flat[part], size, _mix(_collapse_equal(keys[part]).copy()))
     return out.reshape(index.shape)
 
 
 def _walk(values: Words, size: int, keys: Words) -> Words:
     """Apply the network until each value is back in [0, size): still a bijection, as cycles are followed."""
-    values = _network(values, size, keys)
+    values = _apply_network(values, size, keys)
     outside = np.flatnonzero(values >= np.uint64(size))
     while outside.size:
-        values[outside] = _network(values[outside], size, keys[outside] if keys.size > 1 else keys)
+        values[outside] = _apply_network(values[outside], size, keys[outside] if keys.size > 1 else keys)
         outside = outside[values[outside] >= np.uint64(size)]
     return values
 
 
-def _one_if_equal(keys: Words) -> Words:
+def _collapse_equal(keys: Words) -> Words:
     """One key where all are the same, as within an epoch or a block: less to compute."""
     return keys[:1] if keys.size and bool((keys == keys[0]).all()) else keys
 
 
-def _sides(size: int) -> tuple[int, int]:
+def _choose_radices(size: int) -> tuple[int, int]:
     """The two radices (a, b): as equal as can be, a*b >= size, at most one row too many."""
     a = math.isqrt(size - 1) + 1
     return a, -(-size // a)
 
 
-def _num_rounds(size: int) -> int:
+def _choose_num_rounds(size: int) -> int:
     return _SMALL_ROUNDS if size < _SMALL_SIZE else _ROUNDS
 
 
-def _network(values: Words, size: int, keys: Words) -> Words:
-    a, b = _sides(size)
+def _apply_network(values: Words, size: int, keys: Words) -> Words:
+    a, b = _choose_radices(size)
     left, right = np.divmod(values, np.uint64(b))
-    for number in range(0, _num_rounds(size), 2):
-        left = _add(left, _round(right, keys, number, a), a)
-        right = _add(right, _round(left, keys, number + 1, b), b)
+    for number in range(0, _choose_num_rounds(size), 2):
+        left = _add(left, _apply_round(right, keys, number, a), a)
+        right = _add(right, _apply_round(left, keys, number + 1, b), b)
     return left * np.uint64(b) + right
 
 
-def _round(half: Words, keys: Words, number: int, modulus: int) -> Words:
+def _apply_round(half: Words, keys: Words, number: int, modulus: int) -> Words:
     """A pseudo-random word in [0, modulus) from one half: 32 bits, scaled (modulus is at most 2**31)."""
     words = half + (keys + np.uint64((number + 1) * _GOLDEN & _WORD))
     _stir(words)
@@ -139,5 +139,5 @@ def _mix(words: Words) -> Words:
     return words
 
 
-def _words(values: NDArray[np.integer]) -> Words:
+def _to_words(values: NDArray[np.integer]) -> Words:
     return np.asarray(values).astype(np.uint64)

@@ -27,16 +27,16 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds_pretrain.core.errors import InputError, Preempted
-from ds_pretrain.core.files import FileLock, folder_problem, write_atomic
+from ds_pretrain.core.files import FileLock, check_folder, write_atomic
 from ds_pretrain.core.jsonl import read_as
-from ds_pretrain.core.text import counted
-from ds_pretrain.data.indexed import IndexedWriter, dtype_for, file_of, partial_folder, stem_of
-from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity, read_documents
+from ds_pretrain.core.text import format_count_of
+from ds_pretrain.data.indexed import IndexedWriter, choose_dtype, corpus_file, parse_prefix, partial_folder
+from ds_pretrain.data.inputs import DocumentMode, Input, compute_identity, find_inputs, read_documents
 from ds_pretrain.data.tokenizer import (
     Tokenizer,
     copy_of,
+    list_paths,
     load_tokenizer,
-    paths_of,
     refuse_training,
     train_once,
 )
@@ -111,7 +111,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class State:
+class PrepareState:
     """What OUT.partial/ holds, and of which inputs and tokenizer (`key`)."""
 
     key: str
@@ -119,7 +119,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DocumentBatch:
     """Texts that go to one worker, and the place of the document after them."""
 
     texts: list[str]
@@ -136,9 +136,9 @@ def prepare(options: PrepareOptions, say: Say = lambda line: print(line, file=sy
         InputError: whatever of this cannot be done, before anything is written where that can be known.
         Preempted: interrupted (Ctrl-C, SIGTERM, SIGHUP); what is done is kept.
     """
-    prefix = stem_of(options.out)
+    prefix = parse_prefix(options.out)
     try:
-        with interruptible():
+        with raise_on_signals():
             inputs, tokenizer = _check(options, prefix, say)
             with _hold(prefix):
                 if tokenizer is None:
@@ -149,7 +149,7 @@ def prepare(options: PrepareOptions, say: Say = lambda line: print(line, file=sy
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless someone else has a use for them.
 
     Only in the main thread, as Python has it; elsewhere nothing changes.
@@ -179,19 +179,21 @@ def _check(options: PrepareOptions, prefix: Path, say: Say) -> tuple[list[Input]
     inputs: list[Input] = []
     loaded: list[Tokenizer] = []
     size = options.train_tokenizer_size
-    own = [file_of(prefix, end) for end in ("bin", "idx", "json", "partial")] + paths_of(options.tokenizer)
+    own = [corpus_file(prefix, end) for end in ("bin", "idx", "json", "partial")] + list_paths(
+        options.tokenizer
+    )
 
     def load() -> None:
         if size is None:
             loaded.append(load_tokenizer(options.tokenizer, options.eos_token))
-            dtype_for(loaded[0].vocab_size)
+            choose_dtype(loaded[0].vocab_size)
         else:
             refuse_training(options.tokenizer, size, options.eos_token)
 
     problems = []
     if options.num_workers < 1:
         problems.append(f"--workers {options.num_workers}: expected at least 1")
-    if problem := folder_problem(prefix.parent, "--out"):
+    if problem := check_folder(prefix.parent, "--out"):
         problems.append(problem)
     checks: list[Callable[[], None]] = [
         lambda: inputs.extend(find_inputs(options.sources, options.document, own, say)),
@@ -211,9 +213,9 @@ def _check(options: PrepareOptions, prefix: Path, say: Say) -> tuple[list[Input]
 def _refuse_existing(prefix: Path, overwrite: bool) -> None:
     """Never write over a corpus unasked."""
     # A .bin without an index, beside a state, is ours: killed between two renames.
-    if os.path.exists(_state_path(prefix)) and not os.path.exists(file_of(prefix, "idx")):
+    if os.path.exists(_state_path(prefix)) and not os.path.exists(corpus_file(prefix, "idx")):
         return
-    existing = [path for end in ("bin", "idx", "json") if os.path.exists(path := file_of(prefix, end))]
+    existing = [path for end in ("bin", "idx", "json") if os.path.exists(path := corpus_file(prefix, end))]
     if existing and not overwrite:
         names = ", ".join(path.name for path in existing)
         raise InputError(f"--out {prefix}: {names} exist already; choose another prefix, or pass --overwrite")
@@ -246,7 +248,7 @@ def _hold(prefix: Path) -> Iterator[None]:
 def _train(options: PrepareOptions, inputs: Sequence[Input], say: Say) -> Tokenizer:
     size = options.train_tokenizer_size
     assert size is not None
-    note = json.dumps({"inputs": _key(inputs, options.reading, ""), "vocab_size": size}) + "\n"
+    note = json.dumps({"inputs": _compute_key(inputs, options.reading, ""), "vocab_size": size}) + "\n"
     texts = (text for one in inputs for text in read_documents(one, *options.reading))
     return train_once(texts, options.tokenizer, size, note, options.overwrite, say)
 
@@ -255,8 +257,8 @@ def _write(
     options: PrepareOptions, inputs: Sequence[Input], tokenizer: Tokenizer, prefix: Path, say: Say
 ) -> Summary:
     """Tokenize and publish, from where an interrupted call stopped."""
-    dtype = dtype_for(tokenizer.vocab_size)
-    start = _resume(prefix, _key(inputs, options.reading, tokenizer.hash), dtype.itemsize, say)
+    dtype = choose_dtype(tokenizer.vocab_size)
+    start = _resume(prefix, _compute_key(inputs, options.reading, tokenizer.hash), dtype.itemsize, say)
     began = time.monotonic()
     try:
         end = _tokenize(options, inputs, tokenizer, prefix, start)
@@ -282,7 +284,7 @@ def _write(
 
 
 def _tokenize(
-    options: PrepareOptions, inputs: Sequence[Input], tokenizer: Tokenizer, prefix: Path, start: State
+    options: PrepareOptions, inputs: Sequence[Input], tokenizer: Tokenizer, prefix: Path, start: PrepareState
 ) -> Counts:
     """Read, tokenize, write, sync now and then, publish. The counts at the end."""
     counts = start.counts
@@ -294,7 +296,7 @@ def _tokenize(
         write_atomic(_state_path(prefix), json.dumps(asdict(replace(start, counts=counts))) + "\n")
 
     batches = encode_in_order(read_batches(inputs, options.reading, counts), tokenizer, options.num_workers)
-    with closing(writer), closing(batches), _progress_bar(options.progress) as bar:
+    with closing(writer), closing(batches), _open_progress_bar(options.progress) as bar:
         try:
             for batch, encoded in batches:
                 kept = [ids for ids in encoded if ids.size > 1]  # more than its separator
@@ -303,7 +305,9 @@ def _tokenize(
                 if counts.tokens - synced >= SYNC_TOKENS or time.monotonic() - synced_at >= SYNC_SECONDS:
                     keep()
                     synced, synced_at = counts.tokens, time.monotonic()
-                bar.set_description(f"{counts.input} of {counted(len(inputs), 'input')}", refresh=False)
+                bar.set_description(
+                    f"{counts.input} of {format_count_of(len(inputs), 'input')}", refresh=False
+                )
                 bar.update(counts.tokens - before.tokens)
         except KeyboardInterrupt:
             if counts.documents > 0:
@@ -322,7 +326,7 @@ def _tokenize(
     return counts
 
 
-def _progress_bar(enabled: bool) -> "tqdm[Any]":
+def _open_progress_bar(enabled: bool) -> "tqdm[Any]":
     """Tokens and their rate: on a terminal wiped at the end, in a log renewed now and then."""
     seconds = _TERMINAL_SECONDS if sys.stderr.isatty() else _LOG_SECONDS
     return tqdm(
@@ -336,7 +340,7 @@ def _progress_bar(enabled: bool) -> "tqdm[Any]":
     )
 
 
-def read_batches(inputs: Sequence[Input], reading: Reading, start: Counts) -> Iterator[Batch]:
+def read_batches(inputs: Sequence[Input], reading: Reading, start: Counts) -> Iterator[DocumentBatch]:
     """Documents from `start` on, in batches of a size that keeps a worker busy for a tenth of a second."""
     texts: list[str] = []
     characters = 0
@@ -347,14 +351,14 @@ def read_batches(inputs: Sequence[Input], reading: Reading, start: Counts) -> It
             texts.append(text)
             characters += len(text)
             if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
-                yield Batch(texts, number, row)
+                yield DocumentBatch(texts, number, row)
                 texts, characters = [], 0
-    yield Batch(texts, len(inputs), 0)
+    yield DocumentBatch(texts, len(inputs), 0)
 
 
 def encode_in_order(
-    batches: Iterator[Batch], tokenizer: Tokenizer, workers: int
-) -> Generator[tuple[Batch, list[NDArray[np.integer]]], None, None]:
+    batches: Iterator[DocumentBatch], tokenizer: Tokenizer, workers: int
+) -> Generator[tuple[DocumentBatch, list[NDArray[np.integer]]], None, None]:
     """Each batch with the ids of its texts, in order, a bounded number ahead.
 
     Threads, not processes: the tokenizer works outside the GIL, nothing is pickled, a kill leaves no orphans.
@@ -369,7 +373,7 @@ def encode_in_order(
         encoded = mine.tokenizer.encode([text if text.strip() else "" for text in texts])
         return [np.concatenate([ids, eos]) for ids in encoded]
 
-    ahead: deque[tuple[Batch, Future[list[NDArray[np.integer]]]]] = deque()
+    ahead: deque[tuple[DocumentBatch, Future[list[NDArray[np.integer]]]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
     try:
         for batch in batches:
@@ -384,7 +388,7 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _add(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> Counts:
+def _add(counts: Counts, batch: DocumentBatch, kept: list[NDArray[np.integer]]) -> Counts:
     return replace(
         counts,
         input=batch.next_input,
@@ -398,9 +402,9 @@ def _add(counts: Counts, batch: Batch, kept: list[NDArray[np.integer]]) -> Count
     )
 
 
-def _key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:
+def _compute_key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:
     """What must be unchanged for earlier work to be continued."""
-    text = json.dumps([_KEY_VERSION, identity(inputs), *reading, tokenizer_hash])
+    text = json.dumps([_KEY_VERSION, compute_identity(inputs), *reading, tokenizer_hash])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -408,36 +412,36 @@ def _state_path(prefix: Path) -> Path:
     return partial_folder(prefix) / "state.json"
 
 
-def _read_state(prefix: Path) -> State | None:
+def _read_state(prefix: Path) -> PrepareState | None:
     try:
-        return read_as(State, _state_path(prefix).read_bytes())
+        return read_as(PrepareState, _state_path(prefix).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def _resume(prefix: Path, key: str, itemsize: int, say: Say) -> State:
+def _resume(prefix: Path, key: str, itemsize: int, say: Say) -> PrepareState:
     """Where an interrupted call with the same inputs and tokenizer stopped, or the beginning."""
     path = _state_path(prefix)
     if not path.exists():
-        return State(key, Counts())
+        return PrepareState(key, Counts())
     state = _read_state(prefix)
     if state is None:
         say(f"{path}: cannot be read; starting over")
     elif state.key != key:
         say(f"{prefix}: the inputs or the tokenizer changed since the interrupted call; starting over")
-    elif not _all_there(prefix, state.counts, itemsize):
+    elif not _is_complete(prefix, state.counts, itemsize):
         say(f"{prefix}: what the interrupted call wrote is no longer there; starting over")
     else:
-        say(f"{prefix}: continuing after {_size(state.counts)}")
+        say(f"{prefix}: continuing after {_format_size(state.counts)}")
         return state
     path.unlink()
-    return State(key, Counts())
+    return PrepareState(key, Counts())
 
 
-def _all_there(prefix: Path, counts: Counts, itemsize: int) -> bool:
+def _is_complete(prefix: Path, counts: Counts, itemsize: int) -> bool:
     tokens, lengths = partial_folder(prefix) / "tokens", partial_folder(prefix) / "lengths"
-    if not tokens.exists() and not file_of(prefix, "idx").exists():
-        tokens = file_of(prefix, "bin")  # killed between the last renames
+    if not tokens.exists() and not corpus_file(prefix, "idx").exists():
+        tokens = corpus_file(prefix, "bin")  # killed between the last renames
     needed = {tokens: counts.tokens * itemsize, lengths: counts.documents * 4}
     return all(path.exists() and path.stat().st_size >= size for path, size in needed.items())
 
@@ -447,8 +451,11 @@ def _describe_stop(prefix: Path) -> str:
     state = _read_state(prefix)
     if state is None:
         return f"{prefix}: interrupted before a document was written; the same command starts over"
-    return f"{prefix}: interrupted; {_size(state.counts)} are kept, and the same command continues after them"
+    return (
+        f"{prefix}: interrupted; {_format_size(state.counts)} are kept, and the same command continues "
+        f"after them"
+    )
 
 
-def _size(counts: Counts) -> str:
-    return f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
+def _format_size(counts: Counts) -> str:
+    return f"{format_count_of(counts.documents, 'document')}, {format_count_of(counts.tokens, 'token')}"

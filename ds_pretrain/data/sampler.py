@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.config.timeline import Timeline, chunk_lengths, chunk_problems
+from ds_pretrain.config.timeline import Timeline, check_chunk_lengths, compute_chunk_lengths
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data.chunks import Chunks, Position
@@ -38,15 +38,15 @@ class SampleIds:
     sample: NDArray[np.int64]  # within the source
     draw: NDArray[np.uint64]  # within the phase
 
-    def listed(self) -> list[tuple[str, int, int]]:
+    def to_list(self) -> list[tuple[str, int, int]]:
         """(source, epoch, sample) of each, as plain values."""
         rows = zip(self.source.tolist(), self.epoch.tolist(), self.sample.tolist(), strict=True)
         return [(self.names[source], epoch, sample) for source, epoch, sample in rows]
 
-    def grouped(self) -> dict[str, dict[str, list[int]]]:
+    def group_by_source(self) -> dict[str, dict[str, list[int]]]:
         """{source: {epoch: [samples]}}, in order; an epoch is text, as it is in JSON."""
         groups: dict[str, dict[str, list[int]]] = {}
-        for source, epoch, sample in self.listed():
+        for source, epoch, sample in self.to_list():
             groups.setdefault(source, {}).setdefault(str(epoch), []).append(sample)
         return groups
 
@@ -120,7 +120,7 @@ class Sampler:
         }
 
 
-def checksums(rows: NDArray[np.int64]) -> tuple[int, ...]:
+def compute_checksums(rows: NDArray[np.int64]) -> tuple[int, ...]:
     """The CRC-32 of each sample, tokens of [n, T + 1]; a step records the sum over its batch."""
     return tuple(crc32(row.tobytes()) for row in rows)
 
@@ -140,8 +140,8 @@ def make_sampler(
         InputError: a weight that cannot be drawn, lengths that do not divide a source's chunks.
     """
     seq_lens = {segment.phase: segment.seq_len for segment in timeline.segments}
-    lengths = chunk_lengths(seq_lens, weights, chunk_tokens)
-    if problems := chunk_problems(seq_lens, weights, lengths):
+    lengths = compute_chunk_lengths(seq_lens, weights, chunk_tokens)
+    if problems := check_chunk_lengths(seq_lens, weights, lengths):
         raise InputError(problems)
     return Sampler(
         timeline=timeline,

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import folder_problem, sync_folder
-from ds_pretrain.data.indexed import TokenSource, file_of
+from ds_pretrain.core.files import check_folder, sync_folder
+from ds_pretrain.data.indexed import TokenSource, corpus_file
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
@@ -82,15 +82,15 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
             )
         digest = hashlib.sha256(b"bytes: UTF-8, EOS 256").hexdigest()
         return Tokenizer(BYTES, NUM_BYTES + 1, NUM_BYTES, digest)
-    files = _files_of(name)
+    files = _read_files(name)
     if _TOKENIZER not in files:
-        files = _converted(name)
-    model = _parsed(name, files[_TOKENIZER])
+        files = _convert_slow_tokenizer(name)
+    model = _parse_json(name, files[_TOKENIZER])
     model.no_truncation()  # both are saved with some tokenizers and would cut or fill documents
     model.no_padding()
     model.encode_special_tokens = True
     ids = model.get_vocab(with_added_tokens=True)
-    eos = eos_token or _eos_of(files)
+    eos = eos_token or _find_eos(files)
     if eos is None or eos not in ids:
         found = "nothing says which token ends a document" if eos is None else f"it has no token {eos!r}"
         raise InputError(
@@ -113,7 +113,7 @@ def copy_of(tokenizer: Tokenizer) -> Tokenizer:
     return replace(tokenizer, model=model)
 
 
-def tokenizer_of(source: TokenSource) -> Tokenizer | None:
+def open_tokenizer_of(source: TokenSource) -> Tokenizer | None:
     """The tokenizer that `source` was prepared with, by its PREFIX.json; None if that does not say.
 
     One that is not where it was is looked for beside the corpus: what moved together still works.
@@ -125,10 +125,10 @@ def tokenizer_of(source: TokenSource) -> Tokenizer | None:
     name, wanted = sidecar.get("tokenizer"), sidecar.get("tokenizer_hash")
     if name is None:
         return None
-    note = file_of(source.prefix, "json")
+    note = corpus_file(source.prefix, "json")
     places = [name, str(source.prefix.absolute().parent / Path(name).name)]
     found = [place for place in places if place == BYTES or os.path.exists(place)]
-    if not found and not _may_be_on_hub(name):
+    if not found and not _is_hub_name(name):
         raise InputError(
             f"{note}: its tokenizer is neither {places[0]} nor {places[1]}; put it back into one of the two"
         )
@@ -142,7 +142,7 @@ def tokenizer_of(source: TokenSource) -> Tokenizer | None:
     )
 
 
-def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
+def find_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
     """Sources whose ids mean other text than those of the model in `folder`, as far as both say which.
 
     Also a tokenizer there that cannot be read, whether or not a source could be compared with it.
@@ -150,7 +150,7 @@ def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> lis
     if not (folder / _TOKENIZER).is_file():
         return []
     try:
-        _parsed(str(folder), _files_of(str(folder))[_TOKENIZER])
+        _parse_json(str(folder), _read_files(str(folder))[_TOKENIZER])
     except InputError as error:
         return list(error.problems)
     problems: list[str] = []
@@ -172,7 +172,7 @@ def base_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> lis
     return list(dict.fromkeys(problems))
 
 
-def base_tokenizer_warnings(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
+def find_tokenizer_warnings(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
     """Why nobody can say that ids mean the same text to the model in `folder` and in a source."""
     if not (folder / _TOKENIZER).is_file():
         return [
@@ -187,7 +187,7 @@ def base_tokenizer_warnings(folder: Path, sources: Iterable[TokenSource]) -> lis
     ]
 
 
-def paths_of(name: str) -> list[Path]:
+def list_paths(name: str) -> list[Path]:
     """The folder and the files of a tokenizer on disk, there or to be trained: none of them is a text."""
     path = Path(name)
     if name == BYTES:
@@ -196,7 +196,7 @@ def paths_of(name: str) -> list[Path]:
     return [path, *(folder / file for file in FILES)]
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parse_json(name: str, text: str) -> Any:
     import tokenizers
 
     try:
@@ -207,7 +207,7 @@ def _parsed(name: str, text: str) -> Any:
         ) from error
 
 
-def problem_of_name(name: str, kind: Literal["dataset", "model"]) -> str | None:
+def find_name_problem(name: str, kind: Literal["dataset", "model"]) -> str | None:
     """Why a name that is no path here is not on the hub either; None if it is there, or nobody may ask.
 
     The hub is asked once and briefly: the libraries that download would try again for half a minute.
@@ -217,7 +217,7 @@ def problem_of_name(name: str, kind: Literal["dataset", "model"]) -> str | None:
     neighbors = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
     close = difflib.get_close_matches(last, neighbors, n=1)
     not_here = "no such file or folder" + (f" (did you mean {Path(parent) / close[0]}?)" if close else "")
-    if not _may_be_on_hub(name):
+    if not _is_hub_name(name):
         return not_here
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
@@ -231,22 +231,22 @@ def problem_of_name(name: str, kind: Literal["dataset", "model"]) -> str | None:
     except RepositoryNotFoundError:
         return f"{not_here} here, and the hub has no {kind} of that name that you may read"
     except Exception as error:  # each version of the library has its own errors for a network
-        return f"{not_here} here, and the hub cannot be reached ({first_line(error)})"
+        return f"{not_here} here, and the hub cannot be reached ({format_first_line(error)})"
     return None
 
 
-def first_line(error: Exception) -> str:
+def format_first_line(error: Exception) -> str:
     """The first line of an error of a library, for a message of ours; its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _may_be_on_hub(name: str) -> bool:
+def _is_hub_name(name: str) -> bool:
     """Whether a name is like NAME or OWNER/NAME (with :CONFIG), and not like that of a file."""
     repository = name.partition(":")[0]
     return bool(_REPOSITORY.fullmatch(repository)) and not _FILE_ENDING.search(repository)
 
 
-def _files_of(name: str) -> dict[str, str]:
+def _read_files(name: str) -> dict[str, str]:
     """The text of a tokenizer's files, by name: from a folder, a `tokenizer.json`, or the hub."""
     path = Path(name)
     if path.is_file():
@@ -255,14 +255,14 @@ def _files_of(name: str) -> dict[str, str]:
     wanted = (_TOKENIZER, *_CONFIG_FILES)
     if path.is_dir():
         return {file: _read(path / file) for file in wanted if (path / file).is_file()}
-    return _hub_files(name, wanted)
+    return _fetch_hub_files(name, wanted)
 
 
-def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
+def _fetch_hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
     """From the hub, or from what is cached of it where the hub cannot be had."""
-    problem = problem_of_name(name, "model")
+    problem = find_name_problem(name, "model")
     files: dict[str, str] = {}
-    if _may_be_on_hub(name):
+    if _is_hub_name(name):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -271,11 +271,11 @@ def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
             try:
                 files[file] = _read(Path(hf_hub_download(name, file, local_files_only=local_only)))
             except LocalEntryNotFoundError as error:  # also an EntryNotFoundError, hence first
-                problem = problem or first_line(error)
+                problem = problem or format_first_line(error)
             except EntryNotFoundError:
                 continue
             except (OSError, ValueError) as error:
-                problem, files = problem or first_line(error), {}
+                problem, files = problem or format_first_line(error), {}
                 break
     if problem and not files:
         raise InputError(
@@ -286,17 +286,17 @@ def _hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
     return files
 
 
-def _converted(name: str) -> dict[str, str]:
+def _convert_slow_tokenizer(name: str) -> dict[str, str]:
     """The files of a tokenizer that has no tokenizer.json, as Transformers converts it."""
     try:
         from transformers import AutoTokenizer
 
         with tempfile.TemporaryDirectory() as folder:
             AutoTokenizer.from_pretrained(name).save_pretrained(folder)
-            files = _files_of(folder)
+            files = _read_files(folder)
     except Exception as error:
         raise InputError(
-            f"tokenizer {name}: has no tokenizer.json and cannot be converted ({first_line(error)})"
+            f"tokenizer {name}: has no tokenizer.json and cannot be converted ({format_first_line(error)})"
         ) from error
     if _TOKENIZER not in files:
         raise InputError(
@@ -312,7 +312,7 @@ def _read(path: Path) -> str:
         raise InputError(f"{path}: cannot be read ({error}); copy the tokenizer's files again") from error
 
 
-def _config(name: str, text: str) -> dict[str, Any]:
+def _parse_config(name: str, text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -320,9 +320,9 @@ def _config(name: str, text: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _eos_of(files: dict[str, str]) -> str | None:
+def _find_eos(files: dict[str, str]) -> str | None:
     for file in _CONFIG_FILES:
-        token = _config(file, files.get(file, "{}")).get("eos_token")
+        token = _parse_config(file, files.get(file, "{}")).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             return str(token)
@@ -344,9 +344,9 @@ def refuse_training(path: str, size: int, eos_token: str | None = None) -> None:
     folder, problems = Path(path), []
     if path == BYTES:
         problems.append("--train-tokenizer: `bytes` is built in; pass the folder to write with --tokenizer")
-    elif problem := folder_problem(folder.absolute().parent, "--tokenizer"):
+    elif problem := check_folder(folder.absolute().parent, "--tokenizer"):
         problems.append(problem)
-    elif _holds_something_else(folder):
+    elif _is_foreign_folder(folder):
         problems.append(
             f"--tokenizer {path}: holds something that --train-tokenizer did not make, and is never "
             "overwritten; leave out --train-tokenizer to use a tokenizer that is there, or name another path"
@@ -435,7 +435,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path, note: s
     sync_folder(folder.parent)
 
 
-def _holds_something_else(folder: Path) -> bool:
+def _is_foreign_folder(folder: Path) -> bool:
     """Anything but a tokenizer that we trained: overwriting it would destroy what is not ours."""
     if not folder.is_dir():
         return folder.exists()

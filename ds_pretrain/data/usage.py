@@ -13,9 +13,9 @@ from itertools import combinations
 import numpy as np
 
 from ds_pretrain.core.state import SkipLedger
-from ds_pretrain.core.text import counted, counted_epochs
+from ds_pretrain.core.text import format_count_of, format_epochs
 from ds_pretrain.data.chunks import Position
-from ds_pretrain.data.filtered import chosen_of
+from ds_pretrain.data.filtered import get_chosen_tokens
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.mixture import BLOCK_DRAWS
 from ds_pretrain.data.sampler import NO_SKIPS, Sampler
@@ -33,13 +33,13 @@ class SourceUse:
     tokens: int
     repeated_tokens: int  # of these, those of epochs after the first
     epochs: float  # of the source from the start of the run to the end of the phase
-    left_out_tokens: int  # before the phase, as it takes another length: they come in the next epoch
+    unused_tokens: int  # before the phase, as it takes another length: they come in the next epoch
 
 
-def usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
+def compute_usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
     """The use of every source in every phase, in the order of phases. Each source must hold a chunk."""
     uses = []
-    for phase, trained in _phases(sampler).items():
+    for phase, trained in _count_by_phase(sampler).items():
         mixture, seq_len = sampler.mixtures[phase], sampler.timeline.seq_len_of(phase)
         starts, draws = sampler.starts(phase, ledger), int(ledger.draws(phase, trained, 1)[0])
         ends = sampler.moved(starts, phase, draws)
@@ -58,7 +58,7 @@ def usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[SourceUse]:
                     tokens=count * seq_len,
                     repeated_tokens=min(count, max(0, end.draws - new)) * seq_len if count else 0,
                     epochs=chunks.chunks_before(end) / chunks.num_chunks,
-                    left_out_tokens=(
+                    unused_tokens=(
                         round(left * chunks.chunk_tokens) if count and start.seq_len != seq_len else 0
                     ),
                 )
@@ -88,7 +88,7 @@ def read_so_far(sampler: Sampler, step: int, ledger: SkipLedger = NO_SKIPS) -> d
             continue
         draws = int(ledger.draws(phase, trained, 1)[0])
         seq_len, starts = sampler.timeline.seq_len_of(phase), sampler.starts(phase, ledger)
-        read = _trained_of_source(sampler, phase, draws, ledger)
+        read = _count_trained(sampler, phase, draws, ledger)
         for name, end in sampler.moved(starts, phase, draws).items():
             count, left_out = read[name]
             tokens[name] += count * seq_len
@@ -104,7 +104,7 @@ def read_so_far(sampler: Sampler, step: int, ledger: SkipLedger = NO_SKIPS) -> d
     }
 
 
-def _trained_of_source(
+def _count_trained(
     sampler: Sampler, phase: str, draws: int, ledger: SkipLedger
 ) -> dict[str, tuple[int, int]]:
     """Of the first `draws` draws of a phase those trained on and those skipped, of each source."""
@@ -119,12 +119,12 @@ def _trained_of_source(
     return dict(zip(mixture.names, counts, strict=True))
 
 
-def step_beyond(
+def find_step_beyond(
     sampler: Sampler, source: str, epochs: float, ledger: SkipLedger = NO_SKIPS
 ) -> tuple[int, str] | None:
     """The first step, and its phase, after which more than `epochs` of a source were passed, if any."""
     chunks = sampler.chunks[source]
-    for phase in _phases(sampler):
+    for phase in _count_by_phase(sampler):
         start = sampler.starts(phase, ledger).get(source)
         if start is None:
             continue
@@ -143,78 +143,82 @@ def step_beyond(
     return None
 
 
-def usage_lines(
+def format_usage(
     sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
 ) -> Iterator[str]:
     """What a person is told of the data of a run, warnings last."""
-    yield from forecast_lines(sampler, sources, ledger)
+    yield from format_forecast(sampler, sources, ledger)
     used = {name: sources[name] for name in sampler.chunks}
-    yield from (f"warning    {words}" for words in overlaps(used))
+    yield from (f"warning    {words}" for words in find_overlaps(used))
 
 
-def forecast_lines(
+def format_forecast(
     sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
 ) -> Iterator[str]:
     """Of these, what a skip changes."""
-    uses = usage(sampler, ledger)
+    uses = compute_usage(sampler, ledger)
     names = list(dict.fromkeys(use.source for use in uses))
-    one_phase = len(_phases(sampler)) == 1
+    one_phase = len(_count_by_phase(sampler)) == 1
     for name in names:
         source, mine = sources[name], [use for use in uses if use.source == name]
-        told = f"source     {name}: {source.num_tokens:,} tokens, {counted(source.num_documents, 'document')}"
+        told = (
+            f"source     {name}: {source.num_tokens:,} tokens, "
+            f"{format_count_of(source.num_documents, 'document')}"
+        )
         if one_phase:
-            yield f"{told}; {_share(mine[0])}, {counted_epochs(mine[0].epochs)}"
+            yield f"{told}; {_format_share(mine[0])}, {format_epochs(mine[0].epochs)}"
             continue
         tokens = sum(use.tokens for use in mine)
-        yield f"{told}; {tokens:,} tokens of it are read, {counted_epochs(mine[-1].epochs)}"
-        yield from (f"           {_phase_words(use)}" for use in mine)
+        yield f"{told}; {tokens:,} tokens of it are read, {format_epochs(mine[-1].epochs)}"
+        yield from (f"           {_describe_phase(use)}" for use in mine)
     for name in names:
-        if passed := step_beyond(sampler, name, 1, ledger):
+        if passed := find_step_beyond(sampler, name, 1, ledger):
             last = [use.epochs for use in uses if use.source == name][-1]
             yield (
                 f"warning    sources.{name} passes one epoch at step {passed[0]:,} (phase {passed[1]}), and "
-                f"the run reads {counted_epochs(last, 1)}: what was read is read again from there on"
+                f"the run reads {format_epochs(last, 1)}: what was read is read again from there on"
             )
 
 
-def usage_problems(
+def check_usage(
     sampler: Sampler, max_epochs: Mapping[str, float | None], ledger: SkipLedger = NO_SKIPS
 ) -> list[str]:
     """Sources that the run reads more often than `max_epochs` allows, by name; None allows anything."""
-    uses = usage(sampler, ledger)
+    uses = compute_usage(sampler, ledger)
     problems = []
     for name, most in max_epochs.items():
         mine = [use for use in uses if use.source == name]
-        if most is None or not mine or (passed := step_beyond(sampler, name, most, ledger)) is None:
+        if most is None or not mine or (passed := find_step_beyond(sampler, name, most, ledger)) is None:
             continue
         chunks = sampler.chunks[name]
         problems.append(
             f"sources.{name}.max_epochs = {most:g} is passed at step {passed[0]:,} of "
             f"{sampler.timeline.last_step:,} (phase {passed[1]}): the run takes "
             f"{sum(use.tokens for use in mine):,} tokens of {chunks.num_chunks * chunks.chunk_tokens:,}, "
-            f"{counted_epochs(mine[-1].epochs, most)}; shorten the run, lower the weight of {name}, "
+            f"{format_epochs(mine[-1].epochs, most)}; shorten the run, lower the weight of {name}, "
             "add text to it, or raise max_epochs"
         )
     return problems
 
 
-def overlaps(sources: Mapping[str, TokenSource]) -> Iterator[str]:
+def find_overlaps(sources: Mapping[str, TokenSource]) -> Iterator[str]:
     """Sources of different names that hold the same documents of one corpus."""
     for (one, first), (other, second) in combinations(sources.items(), 2):
-        documents, tokens = _common(first, second)
+        documents, tokens = _count_common(first, second)
         if tokens:
             yield (
-                f"sources.{one} and sources.{other} have {counted(documents, 'document')} of "
-                f"{first.prefix} in common, {counted(tokens, 'token')}: each repeats what the other reads, "
+                f"sources.{one} and sources.{other} have {format_count_of(documents, 'document')} of "
+                f"{first.prefix} in common, {format_count_of(tokens, 'token')}: each repeats what the "
+                f"other reads, "
                 "and their epochs are counted apart"
             )
 
 
-def _common(first: TokenSource, second: TokenSource) -> tuple[int, int]:
+def _count_common(first: TokenSource, second: TokenSource) -> tuple[int, int]:
     """Documents that two sources both have, and the tokens of these."""
     if first.prefix.absolute() != second.prefix.absolute():
         return 0, 0
-    one, other = chosen_of(first), chosen_of(second)
+    one, other = get_chosen_tokens(first), get_chosen_tokens(second)
     if one is None or other is None:
         inner = second if one is None else first
         return inner.num_documents, inner.num_tokens
@@ -222,20 +226,20 @@ def _common(first: TokenSource, second: TokenSource) -> tuple[int, int]:
     return both.size, int(first.document_lengths[at].sum())
 
 
-def _phases(sampler: Sampler) -> dict[str, int]:
+def _count_by_phase(sampler: Sampler) -> dict[str, int]:
     """The phases in order, and what each trains on."""
     return sampler.timeline.trained_by_phase(sampler.timeline.last_step)
 
 
-def _share(use: SourceUse) -> str:
+def _format_share(use: SourceUse) -> str:
     return f"{use.share:.1%} of the draws, {use.tokens:,} tokens"
 
 
-def _phase_words(use: SourceUse) -> str:
-    words = f"{use.phase}: {_share(use)} in {counted(use.draws, 'sample')} of {use.seq_len:,}"
+def _describe_phase(use: SourceUse) -> str:
+    words = f"{use.phase}: {_format_share(use)} in {format_count_of(use.draws, 'sample')} of {use.seq_len:,}"
     if use.repeated_tokens:
         words += f", {use.repeated_tokens:,} of them not for the first time"
-    words += f"; {counted_epochs(use.epochs)} by its end"
-    if use.left_out_tokens:
-        words += f"; {use.left_out_tokens:,} tokens before it wait for the next epoch, as the length changes"
+    words += f"; {format_epochs(use.epochs)} by its end"
+    if use.unused_tokens:
+        words += f"; {use.unused_tokens:,} tokens before it wait for the next epoch, as the length changes"
     return words

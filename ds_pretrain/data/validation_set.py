@@ -46,14 +46,14 @@ def make_validation_set(
     return ValidationSet(name, source, seq_len, indices, mask_documents)
 
 
-def doublings(seq_len: int) -> list[int]:
+def list_doublings(seq_len: int) -> list[int]:
     """1, 2, 4, ..., `seq_len`: where buckets of positions end, and how long prompts are."""
     return [2**power for power in range(seq_len.bit_length()) if 2**power < seq_len] + [seq_len]
 
 
-def prompt_lengths(seq_len: int) -> list[int]:
+def list_prompt_lengths(seq_len: int) -> list[int]:
     """The lengths of prompts for samples of `seq_len` tokens: none where these are too short."""
-    return [n for n in doublings(seq_len) if n >= SHORTEST_PROMPT]
+    return [n for n in list_doublings(seq_len) if n >= SHORTEST_PROMPT]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,22 +70,22 @@ def make_prompts(chosen: ValidationSet) -> Prompts:
     count = len(chosen.indices)
     picked = chosen.indices[np.arange(_NUM_TEXTS) * count // _NUM_TEXTS]
     texts = chosen.source.samples(picked, chosen.seq_len)  # [_NUM_TEXTS, T + 1]
-    rare = _rare_tokens(texts, _separators(chosen.source, picked, texts))
-    needles = [_drawn(rare, f"{chosen.name}:{number}") for number in range(_NUM_TEXTS)]
+    rare = _find_rare_tokens(texts, _find_separators(chosen.source, picked, texts))
+    needles = [_draw_needles(rare, f"{chosen.name}:{number}") for number in range(_NUM_TEXTS)]
     rows = {
         length: np.stack(
             [
-                _prompt(text, needle, depth, length)
+                _build_prompt(text, needle, depth, length)
                 for text, needle in zip(texts, needles, strict=True)
                 for depth in (*DEPTHS, None)
             ]
         )
-        for length in prompt_lengths(chosen.seq_len)
+        for length in list_prompt_lengths(chosen.seq_len)
     }
     return Prompts(rows, chosen.seq_len, chosen.mask_documents)
 
 
-def scores(prompts: Prompts, nll: NDArray[np.float64]) -> dict[str, dict[str, float]]:
+def score_prompts(prompts: Prompts, nll: NDArray[np.float64]) -> dict[str, dict[str, float]]:
     """By length and depth, the share of the key's surprise that hiding it in the text took away.
 
     `nll` [lengths * NUM_PLACES] are sums over the keys' tokens. 1: the model is certain of the key. 0: it
@@ -100,7 +100,7 @@ def scores(prompts: Prompts, nll: NDArray[np.float64]) -> dict[str, dict[str, fl
     }
 
 
-def _prompt(
+def _build_prompt(
     text: NDArray[np.int64], needle: NDArray[np.int64], depth: int | None, length: int
 ) -> NDArray[np.int64]:
     """Text, marker and key, text, marker and key: [length + 1]. At no depth: text, marker and key."""
@@ -112,7 +112,7 @@ def _prompt(
     return np.concatenate([text[:before], needle, text[before:room], needle])
 
 
-def _separators(
+def _find_separators(
     source: TokenSource, picked: NDArray[np.int64], texts: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """What ends documents: the id that the source names, or, if it names none, the ends of those in `texts`.
@@ -132,7 +132,7 @@ def _separators(
     return np.unique(np.concatenate(ends))
 
 
-def _rare_tokens(texts: NDArray[np.int64], separators: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find_rare_tokens(texts: NDArray[np.int64], separators: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rarer half of the tokens that occur, known to the model, without what ends documents."""
     tokens, counts = np.unique(texts, return_counts=True)
     inside = ~np.isin(tokens, separators)
@@ -141,7 +141,7 @@ def _rare_tokens(texts: NDArray[np.int64], separators: NDArray[np.int64]) -> NDA
     return tokens[np.argsort(counts, kind="stable")][: max(1, len(tokens) // 2)]
 
 
-def _drawn(tokens: NDArray[np.int64], seed: str) -> NDArray[np.int64]:
+def _draw_needles(tokens: NDArray[np.int64], seed: str) -> NDArray[np.int64]:
     """A marker and a key, all tokens different where there are as many: drawn by hash, from no stream."""
     order = sorted(tokens.tolist(), key=lambda token: sha256(f"{seed}:{token}".encode()).digest())
     return np.resize(np.asarray(order, np.int64), MARKER_TOKENS + KEY_TOKENS)

@@ -25,8 +25,8 @@ from ds_pretrain.config.deepspeed import gradient_clipping, uses_bf16, zero_stag
 from ds_pretrain.core.distributed import World, uses_gpu
 from ds_pretrain.core.files import Capture
 from ds_pretrain.engine import partitions
-from ds_pretrain.engine.sequence_parallel import SharedSequences
-from ds_pretrain.engine.skip_step import dropping_above
+from ds_pretrain.engine.sequence_parallel import SequenceParallel
+from ds_pretrain.engine.skip_step import skip_updates_above
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # DeepSpeed and what it imports; ours stay errors in tests
@@ -50,7 +50,9 @@ class Engine(Protocol):
     """A model with its sharded optimizer. All but `rates`, `digest` and `snapshot_bytes` are collective."""
 
     device: torch.device
-    ranks_a_sequence: int  # neighboring ranks that read the same rows, each having a span of their tokens
+    sequence_parallel_size: (
+        int  # neighboring ranks that read the same rows, each having a span of their tokens
+    )
 
     @property
     def module(self) -> nn.Module:
@@ -64,7 +66,7 @@ class Engine(Protocol):
         """
         ...
 
-    def own_tokens(self, row: Tensor) -> Tensor:
+    def local_shard(self, row: Tensor) -> Tensor:
         """[B, T] of whole rows to what this rank's logits are of: all of it, or [B, T / n] of n ranks."""
         ...
 
@@ -79,11 +81,11 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def evaluation_mode(self) -> AbstractContextManager[None]:
         """No dropout, no gradients; training mode comes back at the end."""
         ...
 
-    def rates(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """The learning rates in the live parameter groups."""
         ...
 
@@ -117,7 +119,7 @@ class Engine(Protocol):
 
 def initialize_distributed(world: World) -> None:
     """Join the process group (NCCL on GPUs, gloo on CPUs) of the launcher's variables. Collective."""
-    quiet_deepspeed()
+    silence_deepspeed()
     if uses_gpu():
         torch.cuda.set_device(world.local_rank)
     if dist.is_initialized():
@@ -137,7 +139,7 @@ def initialize_distributed(world: World) -> None:
         )
 
 
-def quiet_deepspeed() -> None:
+def silence_deepspeed() -> None:
     """Keep DeepSpeed from logging what no one acts on, and from compiling a collective at each CPU start.
 
     On CPUs it builds a shared-memory reduction with the host's C++ compiler: a minute on a fresh machine,
@@ -148,12 +150,12 @@ def quiet_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+def get_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The type of parameters and activations that the DeepSpeed JSON asks for."""
     return torch.bfloat16 if uses_bf16(config) else torch.float32
 
 
-def partition(config: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+def open_partitioning(config: Mapping[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which modules are constructed: under ZeRO-3 each parameter is sharded as it is born.
 
     The type of the parameters is the JSON's. DeepSpeed 0.19.8 makes any `dtype` that it is given bfloat16
@@ -176,7 +178,7 @@ def open_engine(
     groups: ParameterGroups,
     config: Mapping[str, Any],
     document_inputs: DocumentInputs | None = None,
-    shared: SharedSequences | None = None,
+    shared: SequenceParallel | None = None,
 ) -> "ZeroEngine":
     """Hand the model to DeepSpeed. `config` is the resolved JSON. Collective.
 
@@ -197,13 +199,13 @@ class ZeroEngine:
         engine: Any,
         clip: float | None,
         document_inputs: DocumentInputs | None = None,
-        shared: SharedSequences | None = None,
+        shared: SequenceParallel | None = None,
     ) -> None:
         self._engine = engine
         self._clip = clip
         self._document_inputs = document_inputs
         self._shared = shared
-        self.ranks_a_sequence = 1 if shared is None else shared.size
+        self.sequence_parallel_size = 1 if shared is None else shared.size
         self._captured: list[Callable[[], None]] = []  # wait until copies of a save are made
         self.device: torch.device = torch.device(engine.device)
 
@@ -222,18 +224,18 @@ class ZeroEngine:
         given: Mapping[str, Any] = {}
         if self._shared is not None:  # a rank's tokens do not say where they lie in their row
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)  # [T]
-            given = {"position_ids": self.own_tokens(positions.expand_as(input_ids))}  # [B, T / n]
+            given = {"position_ids": self.local_shard(positions.expand_as(input_ids))}  # [B, T / n]
         if documents is not None:
             if self._document_inputs is None:
                 raise ValueError("documents given to an engine that was opened without document_inputs")
             given = self._document_inputs(documents, self.device)
-        own = self.own_tokens(input_ids)  # [B, T], or [B, T / n]
+        own = self.local_shard(input_ids)  # [B, T], or [B, T / n]
         logits: Tensor = self._engine(input_ids=own, use_cache=False, **given).logits  # [B, T, V]
         return logits
 
-    def own_tokens(self, row: Tensor) -> Tensor:
+    def local_shard(self, row: Tensor) -> Tensor:
         """This rank's span of whole rows."""
-        return row if self._shared is None else self._shared.own(row)
+        return row if self._shared is None else self._shared.local_shard(row)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a scalar to the window; scaling by the window is the caller's."""
@@ -244,14 +246,14 @@ class ZeroEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         self._await_copies()
-        with dropping_above(self._engine.optimizer, norm_limit) as dropped:
+        with skip_updates_above(self._engine.optimizer, norm_limit) as dropped:
             self._engine.step()
         applied = bool(self._engine.was_step_applied())
-        norm = dropped[0] if dropped else _finite(self._engine.get_global_grad_norm())
+        norm = dropped[0] if dropped else _to_finite(self._engine.get_global_grad_norm())
         return Update(applied, norm, _clip_factor(norm, self._clip) if applied else None)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """No dropout, no gradients."""
         self._engine.eval()
         try:
@@ -260,13 +262,13 @@ class ZeroEngine:
         finally:
             self._engine.train()
 
-    def rates(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """As the optimizer sees them now."""
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
     def snapshot_bytes(self) -> int:
         """Masters and two moments in fp32, and the weights that this rank saves."""
-        masters = sum(master.numel() for master in partitions.masters(self._engine.optimizer))
+        masters = sum(master.numel() for master in partitions.get_masters(self._engine.optimizer))
         saves_weights = self._engine.zero_optimization_stage() == 3 or self._engine.global_rank == 0
         weights = sum(
             (p.ds_tensor if hasattr(p, "ds_tensor") else p).nbytes
@@ -315,7 +317,7 @@ class ZeroEngine:
 
     def group_members(self) -> list[tuple[str, list[str]]]:
         """As the optimizer holds them."""
-        return partitions.group_members(self._engine)
+        return partitions.list_group_members(self._engine)
 
     def _await_copies(self) -> None:
         """Before anything changes that a save still copies."""
@@ -326,7 +328,7 @@ class ZeroEngine:
         """SHA-256 over this rank's partitions, in the optimizer's own order."""
         digest = hashlib.sha256()
         optimizer = self._engine.optimizer
-        for master in partitions.masters(optimizer):
+        for master in partitions.get_masters(optimizer):
             _hash_tensor(digest, master)
             state = optimizer.optimizer.state.get(master, {})
             for name in sorted(state):
@@ -340,7 +342,7 @@ def _hash_tensor(digest: "hashlib._Hash", tensor: Tensor) -> None:
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _finite(norm: Any) -> float | None:
+def _to_finite(norm: Any) -> float | None:
     """DeepSpeed gives a tensor, inf on a dropped step, and -1 or None where it has no norm."""
     value = math.nan if norm is None else float(norm)
     return value if math.isfinite(value) and value >= 0 else None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_pretrain.core.distributed import share_of
+from ds_pretrain.core.distributed import compute_partition
 from ds_pretrain.core.errors import RunError
 
 with warnings.catch_warnings():
@@ -44,25 +44,25 @@ class Part:
     moments: Mapping[str, Tensor]  # each [n]
 
 
-def masters(optimizer: Any) -> Sequence[Tensor]:
+def get_masters(optimizer: Any) -> Sequence[Tensor]:
     """This rank's flat fp32 masters, in the optimizer's own order."""
     flat: Sequence[Tensor] = next(getattr(optimizer, name) for name in MASTERS if hasattr(optimizer, name))
     return flat
 
 
-def parts(engine: Any) -> Iterator[Part]:
+def list_parts(engine: Any) -> Iterator[Part]:
     """Every part that this rank owns, in the optimizer's own order. `engine` is DeepSpeed's."""
     if hasattr(engine.optimizer, MASTERS[0]):
-        yield from _parts_of_stage_3(engine)
+        yield from _list_parts_of_stage_3(engine)
     else:
-        yield from _parts_of_stages_1_and_2(engine)
+        yield from _list_parts_of_stages_1_and_2(engine)
 
 
-def group_members(engine: Any) -> list[tuple[str, list[str]]]:
+def list_group_members(engine: Any) -> list[tuple[str, list[str]]]:
     """The name of each parameter group and the names of its parameters."""
     optimizer = engine.optimizer
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for index, parameters in enumerate(_groups(optimizer)):
+    for index, parameters in enumerate(_get_groups(optimizer)):
         group = optimizer.sub_group_to_group_id[index] if hasattr(optimizer, MASTERS[0]) else index
         members[group] += [engine.param_names[parameter] for parameter in parameters]
     names = [str(g.get("name", i)) for i, g in enumerate(optimizer.param_groups)]
@@ -74,7 +74,7 @@ def load(engine: Any, folder: Path, tag: str) -> None:
 
     Its files are pickles, which can run code: the manifest's checksums must have held.
     """
-    with _mapped(engine):
+    with _map_files(engine):
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
     _clear_window(engine, path, folder / tag)
 
@@ -85,7 +85,7 @@ def load_universal(engine: Any, folder: Path, tag: str, optimizer_steps: int) ->
     It gives all groups the options of the first and all states one step, and leaves buffers and frozen
     parameters as they were initialized.
     """
-    before, log = live_options(engine), logging.getLogger("DeepSpeed")
+    before, log = copy_options(engine), logging.getLogger("DeepSpeed")
     engine._config.load_universal_checkpoint, level = True, log.level
     log.setLevel(logging.ERROR)  # it warns that there is no tensor parallelism
     try:
@@ -99,11 +99,11 @@ def load_universal(engine: Any, folder: Path, tag: str, optimizer_steps: int) ->
     repair_steps(engine, optimizer_steps)
     return [
         *_restore_rest(engine, folder / tag / "rest.pt"),
-        *differences(engine, folder / tag, optimizer_steps),
+        *find_differences(engine, folder / tag, optimizer_steps),
     ]
 
 
-def live_options(engine: Any) -> list[dict[str, Any]]:
+def copy_options(engine: Any) -> list[dict[str, Any]]:
     """A copy of each parameter group's options."""
     groups = engine.optimizer.param_groups
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -113,7 +113,7 @@ def repair_options(engine: Any, before: Sequence[Options], saved: Sequence[Optio
     """Give every group its own saved options: a universal load under ZeRO-3 gives all those of the first.
 
     Args:
-        before: `live_options` from before the load; what this optimizer does not know is not taken over.
+        before: `copy_options` from before the load; what this optimizer does not know is not taken over.
         saved: the options in the checkpoint, matched by the groups' names, or by place where they have none.
     """
     by_name = {str(group.get("name", index)): group for index, group in enumerate(saved)}
@@ -141,10 +141,10 @@ def repair_steps(engine: Any, step: int) -> None:
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
 
 
-def differences(engine: Any, folder: Path, step: int) -> list[str]:
+def find_differences(engine: Any, folder: Path, step: int) -> list[str]:
     """Where this rank is not bit for bit what the universal checkpoint in `folder` holds; empty if it is."""
     found = []
-    for part in parts(engine):
+    for part in list_parts(engine):
         for key, mine in {"fp32": part.master, **part.moments}.items():
             path = folder / "zero" / part.name / f"{key}.pt"
             if not path.is_file():
@@ -153,9 +153,9 @@ def differences(engine: Any, folder: Path, step: int) -> list[str]:
             whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             whole = (whole["param"] if isinstance(whole, dict) else whole).reshape(-1)
             theirs = whole[part.start : part.start + mine.numel()]
-            if not same_bits(mine.detach().cpu(), theirs):
+            if not is_bitwise_equal(mine.detach().cpu(), theirs):
                 found.append(f"{part.name}: {key} was loaded with other values than were saved")
-        if not same_bits(part.weight.cpu(), part.master.detach().cpu().to(part.weight.dtype)):
+        if not is_bitwise_equal(part.weight.cpu(), part.master.detach().cpu().to(part.weight.dtype)):
             found.append(f"{part.name}: the model computes with other values than its master's")
         if not part.moments:
             found.append(f"{part.name}: no moments were loaded")
@@ -165,7 +165,7 @@ def differences(engine: Any, folder: Path, step: int) -> list[str]:
     return found
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def is_bitwise_equal(a: Tensor, b: Tensor) -> bool:
     """True if two tensors have one type, one number of elements and the same bits; a NaN equals itself."""
     if a.dtype != b.dtype or a.numel() != b.numel():
         return False
@@ -173,15 +173,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _parts_of_stage_3(engine: Any) -> Iterator[Part]:
+def _list_parts_of_stage_3(engine: Any) -> Iterator[Part]:
     optimizer = engine.optimizer
-    rank, size = _place(optimizer)
+    rank, size = _find_place(optimizer)
     for index, parameters in enumerate(optimizer.fp16_groups):
         flat = optimizer.fp32_partitioned_groups_flat[index]
-        moments = _moments(optimizer, flat)
+        moments = _get_moments(optimizer, flat)
         offset = 0
         for parameter in parameters:
-            start, length, padded = share_of(parameter.ds_numel, rank, size)
+            start, length, padded = compute_partition(parameter.ds_numel, rank, size)
             yield Part(
                 engine.param_names[parameter],
                 optimizer.sub_group_to_group_id[index],
@@ -193,11 +193,11 @@ def _parts_of_stage_3(engine: Any) -> Iterator[Part]:
             offset += padded
 
 
-def _parts_of_stages_1_and_2(engine: Any) -> Iterator[Part]:
+def _list_parts_of_stages_1_and_2(engine: Any) -> Iterator[Part]:
     optimizer = engine.optimizer
-    for index, parameters in enumerate(_groups(optimizer)):
-        flat = masters(optimizer)[index]
-        moments = _moments(optimizer, flat)
+    for index, parameters in enumerate(_get_groups(optimizer)):
+        flat = get_masters(optimizer)[index]
+        moments = _get_moments(optimizer, flat)
         for parameter in parameters:
             mapping = parameter._hp_mapping
             if mapping is None:  # other ranks own all of it
@@ -213,26 +213,26 @@ def _parts_of_stages_1_and_2(engine: Any) -> Iterator[Part]:
             )
 
 
-def _groups(optimizer: Any) -> Sequence[Sequence[Any]]:
+def _get_groups(optimizer: Any) -> Sequence[Sequence[Any]]:
     names = ("fp16_groups", "bit16_groups", "bf16_groups")
     groups: Sequence[Sequence[Any]] = next(getattr(optimizer, n) for n in names if hasattr(optimizer, n))
     return groups
 
 
-def _moments(optimizer: Any, flat: Tensor) -> dict[str, Tensor]:
+def _get_moments(optimizer: Any, flat: Tensor) -> dict[str, Tensor]:
     state = optimizer.optimizer.state.get(flat, {})
     return {
         key: v for key, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape and v.dim() > 0
     }
 
 
-def _place(optimizer: Any) -> tuple[int, int]:
+def _find_place(optimizer: Any) -> tuple[int, int]:
     group = optimizer.dp_process_group
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 @contextmanager
-def _mapped(engine: Any) -> Iterator[None]:
+def _map_files(engine: Any) -> Iterator[None]:
     """While it lasts, DeepSpeed maps files where it would read them, and no mapping outlives it."""
     reader, inner = engine.checkpoint_engine, engine.optimizer.optimizer
     take_over = inner.load_state_dict
@@ -241,7 +241,7 @@ def _mapped(engine: Any) -> Iterator[None]:
         before = {master: dict(state) for master, state in inner.state.items()}
         take_over(state_dict)  # torch keeps the very tensors that it is given, if their device is right
         for master, state in inner.state.items():
-            state.update(_own(before.get(master, {}), state))
+            state.update(_copy_into(before.get(master, {}), state))
 
     vars(reader)["load"] = lambda path, map_location=None: torch.load(
         path, map_location="cpu", mmap=True, weights_only=False
@@ -253,21 +253,21 @@ def _mapped(engine: Any) -> Iterator[None]:
         del vars(reader)["load"], vars(inner)["load_state_dict"]
 
 
-def _own(before: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+def _copy_into(before: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
     """The tensors of `loaded` that lie in host memory, copied: into those of `before` where these fit."""
     copies = {}
     for key, value in loaded.items():
         if not torch.is_tensor(value) or value.device.type != "cpu":
             continue
         mine = before.get(key)
-        if torch.is_tensor(mine) and value.dim() and _form(mine) == _form(value):
+        if torch.is_tensor(mine) and value.dim() and _describe_form(mine) == _describe_form(value):
             copies[key] = mine.copy_(value)
         else:  # also a count of steps: states that shared one would go on sharing it
             copies[key] = value.clone()
     return copies
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
+def _describe_form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 

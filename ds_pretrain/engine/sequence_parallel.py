@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_pretrain.core.distributed import World, gather_rows
-from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.errors import InputError, mark_agreed
 
 Kernel = Callable[..., Any]  # (attention module, query [B, H, T, D], key and value [B, K, T, D], mask, ...)
 
@@ -28,7 +28,7 @@ _PROBE_TOKENS = 16  # of each rank
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class SharedSequences:
+class SequenceParallel:
     """The group of this rank, and the exchange inside it."""
 
     def __init__(self, world: World, size: int) -> None:
@@ -41,7 +41,7 @@ class SharedSequences:
             if world.rank // size == first // size:
                 self._group = group
 
-    def own(self, row: Tensor) -> Tensor:
+    def local_shard(self, row: Tensor) -> Tensor:
         """[B, T] to the [B, T / n] that are this rank's: spans in the order of ranks."""
         if self._is_whole:
             return row
@@ -50,7 +50,7 @@ class SharedSequences:
             raise ValueError(f"rows of {row.shape[1]} tokens cannot be shared by {self.size} ranks")
         return row[:, self._place * length : (self._place + 1) * length]
 
-    def spread(self, kernel: Kernel) -> Kernel:
+    def distribute(self, kernel: Kernel) -> Kernel:
         """The same attention over rows of which each rank has a span. Its masks are dropped: it is causal."""
         by_shape: dict[tuple[int, ...], Kernel] = {}
 
@@ -84,7 +84,7 @@ class SharedSequences:
         return exchange
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """While it lasts, each rank computes whole rows by itself."""
         self._is_whole = True
         try:
@@ -95,7 +95,7 @@ class SharedSequences:
 
 def refuse_unlike(
     logits: Callable[[Tensor], Tensor],
-    shared: SharedSequences,
+    shared: SequenceParallel,
     vocab_size: int,
     most_tokens: int,
     dtype: torch.dtype,
@@ -113,22 +113,23 @@ def refuse_unlike(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (1, length), generator=generator).to(device)  # [1, T]
     with torch.no_grad():
-        with shared.whole():
+        with shared.disabled():
             whole = logits(tokens).float()  # [1, T, V]
         try:
             own = logits(tokens).float()  # [1, T / n, V]
         except (torch.OutOfMemoryError, dist.DistError):
             raise  # of one rank, perhaps, and no fault of the model
         except (AssertionError, RuntimeError, ValueError) as error:
-            refused = InputError(f"{_refusal(shared)}: {error}; {_REMEDY}")
+            refused = InputError(f"{_describe_refusal(shared)}: {error}; {_REMEDY}")
             # What DeepSpeed says of shapes all ranks are told; anything else may be of one alone.
-            raise (refused if isinstance(error, RuntimeError) else agreed(refused)) from error
-    off = (own - shared.own(whole)).abs().max() / whole.abs().max()
+            raise (refused if isinstance(error, RuntimeError) else mark_agreed(refused)) from error
+    off = (own - shared.local_shard(whole)).abs().max() / whole.abs().max()
     most = float(gather_rows(world, [float(off)]).max())
     if not most <= _TOLERANCE[dtype]:
-        raise agreed(
+        raise mark_agreed(
             InputError(
-                f"{_refusal(shared)}: logits of shared rows differ from those of whole rows by {most:.1e} of "
+                f"{_describe_refusal(shared)}: logits of shared rows differ from those of whole rows by "
+                f"{most:.1e} of "
                 f"the largest, more than rounding explains; {_REMEDY}"
             )
         )
@@ -137,5 +138,5 @@ def refuse_unlike(
 _REMEDY = "use a family of plain attention such as llama or qwen3, or delete the key"
 
 
-def _refusal(shared: SharedSequences) -> str:
+def _describe_refusal(shared: SequenceParallel) -> str:
     return f"`sequence_parallel_size` = {shared.size} does not work with this model"

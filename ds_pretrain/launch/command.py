@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.launch.environment import unsafe_path, variables_to_ship, word_for_remote_shell
-from ds_pretrain.launch.hostfile import Host, num_ranks, read_hostfile
+from ds_pretrain.launch.environment import is_unsafe_path, quote_for_remote_shell, select_variables
+from ds_pretrain.launch.hostfile import Host, count_ranks, read_hostfile
 
 TRAIN_MODULE = "ds_pretrain.train"
 DEFAULT_PORT = 29500  # DeepSpeed's and PyTorch's
@@ -30,7 +30,7 @@ class Command:
     environment: dict[str, str]  # added to the environment of `deepspeed`
     hosts: tuple[Host, ...]  # empty if only `deepspeed` can count this host's devices
     over_ssh: bool
-    shipped: dict[str, str] = field(default_factory=dict, repr=False)  # sent to the hosts; may hold secrets
+    forwarded: dict[str, str] = field(default_factory=dict, repr=False)  # sent to the hosts; may hold secrets
     withheld: tuple[str, ...] = ()  # names of secrets that stay on this host
 
 
@@ -61,16 +61,17 @@ def compose(
         raise InputError(f"--ranks {ranks}: give 1 or more")
     words = [run_file, *overrides, *flags]
     if hostfile is None:
-        return _on_this_host(words, ranks, master_port, module, environment)
+        return _build_local(words, ranks, master_port, module, environment)
     hosts = read_hostfile(hostfile)
-    if ranks is not None and ranks != num_ranks(hosts):
+    if ranks is not None and ranks != count_ranks(hosts):
         raise InputError(
-            f"--ranks {ranks}, but hostfile {hostfile} has {num_ranks(hosts)} slots on {len(hosts)} host(s); "
+            f"--ranks {ranks}, but hostfile {hostfile} has {count_ranks(hosts)} slots on {len(hosts)} "
+            f"host(s); "
             "change one, or leave --ranks out"
         )
     if len(hosts) == 1 and hosts[0].is_here:
-        return _one_local_entry(words, hosts, hostfile, master_port, module, environment)
-    return _over_ssh(words, hosts, hostfile, (master_addr, master_port, ssh_port), module, environment)
+        return _build_for_one_entry(words, hosts, hostfile, master_port, module, environment)
+    return _build_over_ssh(words, hosts, hostfile, (master_addr, master_port, ssh_port), module, environment)
 
 
 def count_gpus(environment: Mapping[str, str]) -> int | None:
@@ -82,7 +83,7 @@ def count_gpus(environment: Mapping[str, str]) -> int | None:
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len(_visible_devices(visible))
+        return len(_parse_visible_devices(visible))
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     if nodes or shutil.which("nvidia-smi", path=environment.get("PATH")) is None:
         return len(nodes)
@@ -90,7 +91,7 @@ def count_gpus(environment: Mapping[str, str]) -> int | None:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def free_port(wanted: int | None, start: int) -> int:
+def find_free_port(wanted: int | None, start: int) -> int:
     """`wanted` if it is free on this host, else the first free port from `start` on.
 
     Raises:
@@ -106,7 +107,7 @@ def free_port(wanted: int | None, start: int) -> int:
     return found
 
 
-def _on_this_host(
+def _build_local(
     words: list[str], ranks: int | None, port: int | None, module: str, environment: Mapping[str, str]
 ) -> Command:
     if _IMPLICIT_HOSTFILE.is_file():
@@ -117,23 +118,23 @@ def _on_this_host(
     gpus = count_gpus(environment)
     if gpus and ranks is not None and ranks > gpus:
         raise InputError(f"--ranks {ranks}, but this host offers {gpus} GPU(s); give at most {gpus}")
-    added = _own_programs_first(environment)
+    added = _put_own_programs_first(environment)
     if gpus == 0:
         ranks = ranks or 1
-        added |= _cpu_settings(ranks, environment)
+        added |= _build_cpu_settings(ranks, environment)
     count = ranks or gpus
     devices: list[str] = ["--num_gpus", str(count)] if count else []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if (
         gpus and visible
     ):  # with --num_gpus the launcher would ignore it and take the first devices of the host
-        devices = ["--include", "localhost:" + ",".join(_visible_devices(visible)[:count])]
-    argv = [*_launcher(environment), *devices, *_port_on_this_host(port)]
+        devices = ["--include", "localhost:" + ",".join(_parse_visible_devices(visible)[:count])]
+    argv = [*_build_launcher(environment), *devices, *_find_local_port(port)]
     hosts = (Host("localhost", count),) if count else ()
     return Command((*argv, "--module", module, *words), added, hosts, over_ssh=False)
 
 
-def _one_local_entry(
+def _build_for_one_entry(
     words: list[str],
     hosts: tuple[Host, ...],
     hostfile: Path,
@@ -145,21 +146,21 @@ def _one_local_entry(
     gpus = count_gpus(environment)
     if gpus and hosts[0].slots > gpus:
         raise InputError(f"hostfile {hostfile}: slots={hosts[0].slots}, but this host offers {gpus} GPU(s)")
-    added = _own_programs_first(environment)
-    added |= _cpu_settings(hosts[0].slots, environment) if gpus == 0 else {}
+    added = _put_own_programs_first(environment)
+    added |= _build_cpu_settings(hosts[0].slots, environment) if gpus == 0 else {}
     argv = [
-        *_launcher(environment),
+        *_build_launcher(environment),
         "--hostfile",
         str(hostfile),
         "--no_ssh_check",
         "--master_addr",
         "127.0.0.1",
     ]
-    argv += _port_on_this_host(port)
+    argv += _find_local_port(port)
     return Command((*argv, "--module", module, *words), added, hosts, over_ssh=False)
 
 
-def _over_ssh(
+def _build_over_ssh(
     words: list[str],
     hosts: tuple[Host, ...],
     hostfile: Path,
@@ -171,7 +172,7 @@ def _over_ssh(
     problems = [
         f"{what} {path!r}: the launcher cannot take this to other hosts; use letters, digits and -_./ only"
         for what, path in (("current folder", str(Path.cwd())), ("python", sys.executable))
-        if unsafe_path(path)
+        if is_unsafe_path(path)
     ]
     if master_addr is not None and Host(master_addr, 1).is_loopback:
         problems.append(
@@ -181,20 +182,20 @@ def _over_ssh(
         problems.append("pdsh is not installed on this host, and the launcher starts other hosts with it")
     if problems:
         raise InputError(problems)
-    environment = {**environment, **_own_programs_first(environment)}
+    environment = {**environment, **_put_own_programs_first(environment)}
     if environment.get("DS_ACCELERATOR") == "cpu":  # said, not guessed: this host need not be like the others
-        environment |= _cpu_settings(max(host.slots for host in hosts), environment)
-    shipped, withheld = variables_to_ship(environment, Path.cwd())
-    argv = [*_launcher(environment), "--hostfile", str(hostfile)]
+        environment |= _build_cpu_settings(max(host.slots for host in hosts), environment)
+    shipped, withheld = select_variables(environment, Path.cwd())
+    argv = [*_build_launcher(environment), "--hostfile", str(hostfile)]
     argv += ["--force_multi"] if len(hosts) == 1 else []  # or the launcher would train here instead of there
     argv += ["--master_addr", master_addr] if master_addr is not None else []
     argv += ["--master_port", str(DEFAULT_PORT if master_port is None else master_port)]
     argv += ["--ssh_port", str(ssh_port)] if ssh_port is not None else []
-    argv += ["--module", module, *map(word_for_remote_shell, words)]
-    return Command(tuple(argv), {}, hosts, over_ssh=True, shipped=shipped, withheld=withheld)
+    argv += ["--module", module, *map(quote_for_remote_shell, words)]
+    return Command(tuple(argv), {}, hosts, over_ssh=True, forwarded=shipped, withheld=withheld)
 
 
-def _launcher(environment: Mapping[str, str]) -> list[str]:
+def _build_launcher(environment: Mapping[str, str]) -> list[str]:
     """`deepspeed`, quiet: at its usual level it prints every variable that it sends, secrets included."""
     beside = Path(sys.executable).parent / "deepspeed"  # the one of this Python, even if PATH has another
     found = str(beside) if beside.is_file() else shutil.which("deepspeed", path=environment.get("PATH"))
@@ -205,7 +206,7 @@ def _launcher(environment: Mapping[str, str]) -> list[str]:
     return [found, "--log_level", "critical"]  # it calls every end but 0 an error, also a wanted one
 
 
-def _own_programs_first(environment: Mapping[str, str]) -> dict[str, str]:
+def _put_own_programs_first(environment: Mapping[str, str]) -> dict[str, str]:
     """PATH as in an activated virtual environment, for the tools with which DeepSpeed builds its operators.
 
     Two versions of ninja in turn, one from here and one of the system, would build them anew each time.
@@ -215,18 +216,18 @@ def _own_programs_first(environment: Mapping[str, str]) -> dict[str, str]:
     return {} if folders[0] == own else {"PATH": os.pathsep.join([own, *folders])}
 
 
-def _cpu_settings(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+def _build_cpu_settings(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     defaults = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, cores // ranks))}
     return {name: value for name, value in defaults.items() if name not in environment}
 
 
-def _port_on_this_host(wanted: int | None) -> list[str]:
+def _find_local_port(wanted: int | None) -> list[str]:
     """A port of this process's own region, so that two launches at the same moment do not choose the same."""
-    return ["--master_port", str(free_port(wanted, DEFAULT_PORT + os.getpid() % 2000))]
+    return ["--master_port", str(find_free_port(wanted, DEFAULT_PORT + os.getpid() % 2000))]
 
 
-def _visible_devices(value: str) -> list[str]:
+def _parse_visible_devices(value: str) -> list[str]:
     devices = [device.strip() for device in value.split(",") if device.strip() not in ("", "-1")]
     if bad := [device for device in devices if not device.isdigit()]:
         raise InputError(

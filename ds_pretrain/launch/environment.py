@@ -26,9 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 
 
-def variables_to_ship(
-    environment: Mapping[str, str], current: Path
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def select_variables(environment: Mapping[str, str], current: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for the other hosts, and the names of those held back as secrets.
 
     A shipped value shows in the process list of every host, so a secret goes only if a person put it into a
@@ -54,7 +52,7 @@ def variables_to_ship(
     problems = [
         f"environment variable {name} cannot be sent to other hosts: {reason}; unset it or change its value"
         for name, value in sorted(shipped.items())
-        if (reason := _cannot_travel(value))
+        if (reason := _find_reason_to_refuse(value))
     ]
     if problems:
         raise InputError(problems)
@@ -84,12 +82,12 @@ def read_environment_file(path: Path) -> dict[str, str]:
     return entries
 
 
-def environment_file(shipped: Mapping[str, str]) -> str:
+def format_environment_file(shipped: Mapping[str, str]) -> str:
     """The text of the file that `deepspeed` must read so that `shipped` arrives unchanged."""
-    return "".join(f"{name}={_in_double_quotes(value)}\n" for name, value in sorted(shipped.items()))
+    return "".join(f"{name}={_quote_double(value)}\n" for name, value in sorted(shipped.items()))
 
 
-def word_for_remote_shell(word: str) -> str:
+def quote_for_remote_shell(word: str) -> str:
     """A command-line word, written so that the training script on another host receives it unchanged.
 
     DeepSpeed puts words with a space into double quotes and escapes the double quotes in them, and no others.
@@ -100,20 +98,20 @@ def word_for_remote_shell(word: str) -> str:
     if "\n" in word or "\r" in word or "\0" in word:
         raise InputError(f"{word!r}: a line break cannot be sent to other hosts; take it out")
     if " " in word:
-        return _in_double_quotes(word, escape=r"([\\$`])")
+        return _quote_double(word, escape=r"([\\$`])")
     return (word if _PLAIN_WORD.fullmatch(word) and word else shlex.quote(word)).replace("%", "%%")
 
 
-def unsafe_path(path: str) -> bool:
+def is_unsafe_path(path: str) -> bool:
     """True if `deepspeed`, which does not quote it, would break this path on the way."""
     return _PLAIN_WORD.fullmatch(path) is None or "%" in path
 
 
-def _in_double_quotes(value: str, escape: str = r"([\\$`\"])") -> str:
+def _quote_double(value: str, escape: str = r"([\\$`\"])") -> str:
     return re.sub(escape, r"\\\1", value).replace("%", "%%")
 
 
-def _cannot_travel(value: str) -> str | None:
+def _find_reason_to_refuse(value: str) -> str | None:
     if any(c in value for c in "\n\r\0"):
         return "it holds a line break"
     if value != value.strip():

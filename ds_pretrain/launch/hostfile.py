@@ -57,7 +57,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             lines = file.readlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"hostfile {path}: cannot be read ({_reason(error)}); give an existing file with one line "
+            f"hostfile {path}: cannot be read ({_describe_error(error)}); give an existing file with one "
+            f"line "
             "`name slots=N` a host, or leave --hostfile out to train on this host alone"
         ) from error
     hosts, problems = _parse(lines)
@@ -74,12 +75,12 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def num_ranks(hosts: tuple[Host, ...]) -> int:
+def count_ranks(hosts: tuple[Host, ...]) -> int:
     """The world size: one rank a slot."""
     return sum(host.slots for host in hosts)
 
 
-def host_of_rank(hosts: tuple[Host, ...], rank: int) -> Host | None:
+def find_host_of_rank(hosts: tuple[Host, ...], rank: int) -> Host | None:
     """The host that holds `rank`; None if there is no such rank."""
     for host in hosts:
         if rank < host.slots:
@@ -90,7 +91,7 @@ def host_of_rank(hosts: tuple[Host, ...], rank: int) -> Host | None:
 
 def describe_hosts(hosts: tuple[Host, ...]) -> str:
     """Nodes and their ranks for people: a headline, then one line a host."""
-    total = num_ranks(hosts)
+    total = count_ranks(hosts)
     lines = [f"{len(hosts)} host{'s' * (len(hosts) != 1)}, {total} rank{'s' * (total != 1)}"]
     width = max((len(host.name) for host in hosts), default=0)
     first = 0
@@ -145,5 +146,5 @@ def _guess(line: str) -> str:
     return "; only a comment may follow, after a blank"
 
 
-def _reason(error: OSError | UnicodeDecodeError) -> str:
+def _describe_error(error: OSError | UnicodeDecodeError) -> str:
     return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)

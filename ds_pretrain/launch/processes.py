@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ds_pretrain.core.run_files import RankRecord, process_start_time
-from ds_pretrain.launch.hostfile import Host, host_of_rank
+from ds_pretrain.core.run_files import RankRecord, read_process_start_time
+from ds_pretrain.launch.hostfile import Host, find_host_of_rank
 
 _SSH_TIMEOUT_SECONDS = 60
 # Prints each pid that is alive with its start time, and sends it the signal (0 sends none). The name in
@@ -35,7 +35,7 @@ each() {
 """
 
 
-def alive_ranks(records: Sequence[RankRecord], hosts: Sequence[Host]) -> tuple[RankRecord, ...]:
+def list_alive_ranks(records: Sequence[RankRecord], hosts: Sequence[Host]) -> tuple[RankRecord, ...]:
     """Those of `records` whose process lives. A host that does not answer counts as gone, and is reported."""
     return _signal(records, hosts, 0)
 
@@ -48,7 +48,7 @@ def end_ranks(
     deadline = time.monotonic() + grace_seconds
     while alive and time.monotonic() < deadline:
         time.sleep(min(1.0, grace_seconds / 10))
-        alive = alive_ranks(alive, hosts)
+        alive = list_alive_ranks(alive, hosts)
     killed_until = time.monotonic() + 10
     while alive and time.monotonic() < killed_until:
         alive = _signal(alive, hosts, signal.SIGKILL)
@@ -56,7 +56,7 @@ def end_ranks(
     return found
 
 
-def session_members(session: int) -> tuple[RankRecord, ...]:
+def list_session_members(session: int) -> tuple[RankRecord, ...]:
     """The processes of this host in a session, its leader excepted; the rank in the records is -1."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -64,7 +64,7 @@ def session_members(session: int) -> tuple[RankRecord, ...]:
             continue
         pid = int(entry.name)
         try:
-            start_time = process_start_time(pid)
+            start_time = read_process_start_time(pid)
             if start_time is not None and os.getsid(pid) == session:
                 found.append(RankRecord(rank=-1, host=socket.gethostname(), pid=pid, start_time=start_time))
         except ProcessLookupError:
@@ -79,7 +79,7 @@ def _signal(records: Sequence[RankRecord], hosts: Sequence[Host], number: int) -
     elsewhere: dict[str, list[RankRecord]] = defaultdict(list)
     for record in records:
         if record.host != socket.gethostname():
-            host = host_of_rank(tuple(hosts), record.rank)
+            host = find_host_of_rank(tuple(hosts), record.rank)
             elsewhere[host.name if host is not None else record.host].append(record)
     if elsewhere:
         with ThreadPoolExecutor(max_workers=min(32, len(elsewhere))) as pool:
@@ -94,7 +94,7 @@ def _signal_here(record: RankRecord, number: int) -> bool:
     except OSError:
         return False
     try:
-        if process_start_time(record.pid) != record.start_time:
+        if read_process_start_time(record.pid) != record.start_time:
             return False
         if number:
             signal.pidfd_send_signal(process, number)

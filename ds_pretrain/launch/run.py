@@ -20,9 +20,9 @@ from ds_pretrain.core.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MEANINGS, I
 from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
 from ds_pretrain.core.run_files import RankRecord, forget_last_start, read_exit, read_ranks, stop_file
 from ds_pretrain.launch.command import Command
-from ds_pretrain.launch.environment import environment_file
+from ds_pretrain.launch.environment import format_environment_file
 from ds_pretrain.launch.hostfile import Host, describe_hosts
-from ds_pretrain.launch.processes import alive_ranks, end_ranks, session_members
+from ds_pretrain.launch.processes import end_ranks, list_alive_ranks, list_session_members
 
 _POLL_SECONDS = 0.2
 _HELPERS_SECONDS = 5.0  # for helper processes of ranks (loggers, trackers) to follow them by themselves
@@ -58,7 +58,7 @@ def run(command: Command, out: Path, *, grace_seconds: float = 30.0) -> int:
             return code
 
 
-def past_hosts(out: Path) -> tuple[Host, ...]:
+def read_past_hosts(out: Path) -> tuple[Host, ...]:
     """The hosts of the latest start of the run in `out`; empty if it was never started by this command."""
     try:
         last = json.loads((out / "launches.jsonl").read_text().splitlines()[-1])
@@ -76,7 +76,7 @@ def _prepare(command: Command, out: Path) -> dict[str, str]:
         write_atomic(path, "")
         path.chmod(0o600)  # before it has content: a person may have put a secret into it
         with path.open("w", encoding="utf-8") as file:
-            file.write(environment_file(command.shipped))
+            file.write(format_environment_file(command.forwarded))
         environment["DS_ENV_FILE"] = str(path)
     hosts = [{"name": host.name, "slots": host.slots} for host in command.hosts]
     entry = {"time": time.time(), "command": command.argv, "hosts": hosts}
@@ -110,11 +110,11 @@ def _wait(
 def _end_now(process: subprocess.Popen[bytes], command: Command, out: Path, grace_seconds: float) -> None:
     ended = end_ranks(read_ranks(out), command.hosts, grace_seconds=grace_seconds)
     if ended:
-        _say(f"ended {len(ended)} rank(s): {_pids(ended)}")
+        _say(f"ended {len(ended)} rank(s): {_format_pids(ended)}")
     elif command.over_ssh:
         _say("no rank has said its pid yet; send the signal again in a few seconds")
     else:  # on this host the launcher's whole session is ours, and its handler ends only its own children
-        end_ranks(session_members(process.pid), (), grace_seconds=grace_seconds)
+        end_ranks(list_session_members(process.pid), (), grace_seconds=grace_seconds)
 
 
 def _leave_nothing(
@@ -126,11 +126,11 @@ def _leave_nothing(
     """
     left = end_ranks(read_ranks(out), command.hosts, grace_seconds=grace_seconds)
     patience = time.monotonic() + _HELPERS_SECONDS
-    while session_members(process.pid) and time.monotonic() < patience:
+    while list_session_members(process.pid) and time.monotonic() < patience:
         time.sleep(_POLL_SECONDS)
-    left += end_ranks(session_members(process.pid), (), grace_seconds=grace_seconds)
+    left += end_ranks(list_session_members(process.pid), (), grace_seconds=grace_seconds)
     if left:
-        _say(f"outlived the launcher, and were ended: {_pids(left)}")
+        _say(f"outlived the launcher, and were ended: {_format_pids(left)}")
 
 
 def _exit_code(launcher: int, recorded: int | None) -> int:
@@ -151,10 +151,10 @@ def _exit_code(launcher: int, recorded: int | None) -> int:
 
 
 def _refuse_second_start(out: Path) -> None:
-    alive = alive_ranks(read_ranks(out), past_hosts(out))
+    alive = list_alive_ranks(read_ranks(out), read_past_hosts(out))
     if alive:
         raise InputError(
-            f"{out}: this run is running already: {_pids(alive)}; "
+            f"{out}: this run is running already: {_format_pids(alive)}; "
             f"stop it with `touch {stop_file(out)}` and wait, or give another `out`"
         )
 
@@ -183,7 +183,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _pids(records: tuple[RankRecord, ...]) -> str:
+def _format_pids(records: tuple[RankRecord, ...]) -> str:
     return ", ".join(
         f"pid {record.pid} on {record.host}" + (f" (rank {record.rank})" if record.rank >= 0 else "")
         for record in records

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.errors import InputError, mark_agreed
 from ds_pretrain.models.config_check import FLASH_KERNELS, LAYER_KINDS, MASK_KERNELS
 
 Kernel = Callable[..., Any]
@@ -25,7 +25,7 @@ _PROBE_TOKENS = 24
 _MOST_LEAK = 1e-2
 
 
-def attention_inputs(
+def build_attention_inputs(
     documents: Tensor, config: Any, dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, Any]:
     """The keyword arguments under which a model of `config` sees each document of `documents` alone.
@@ -45,13 +45,15 @@ def attention_inputs(
         InputError: the kernel takes neither a mask nor bounds.
     """
     device = device or documents.device
-    begins = _begins(documents)  # [B, T]
-    given: dict[str, Any] = {"position_ids": _positions(begins).to(device, non_blocking=True)}
+    begins = _find_document_begins(documents)  # [B, T]
+    given: dict[str, Any] = {"position_ids": _count_positions(begins).to(device, non_blocking=True)}
     kernel = config._attn_implementation
     if kernel in FLASH_KERNELS:
-        return given | _bounds(begins, device)
+        return given | _build_bounds(begins, device)
     if kernel in MASK_KERNELS:
-        return given | {"attention_mask": _masks(documents.to(device, non_blocking=True), config, dtype)}
+        return given | {
+            "attention_mask": _build_masks(documents.to(device, non_blocking=True), config, dtype)
+        }
     raise InputError(
         f'model.mask_documents = true: attention "{kernel}" has not been shown to keep documents '
         f"apart; use one of {', '.join((*MASK_KERNELS, *FLASH_KERNELS))}"
@@ -60,12 +62,14 @@ def attention_inputs(
 
 def document_positions(documents: Tensor) -> Tensor:
     """[B, T] int64, the place of each token in its document; `documents` [B, T] as above."""
-    return _positions(_begins(documents))
+    return _count_positions(_find_document_begins(documents))
 
 
-def document_inputs(config: Any, dtype: torch.dtype) -> Callable[[Tensor, torch.device], Mapping[str, Any]]:
-    """`attention_inputs` of one model, as the engine takes it."""
-    return lambda documents, device: attention_inputs(documents, config, dtype, device)
+def bind_attention_inputs(
+    config: Any, dtype: torch.dtype
+) -> Callable[[Tensor, torch.device], Mapping[str, Any]]:
+    """`build_attention_inputs` of one model, as the engine takes it."""
+    return lambda documents, device: build_attention_inputs(documents, config, dtype, device)
 
 
 def refuse_leaks(
@@ -100,20 +104,20 @@ def refuse_leaks(
         )
 
 
-def _begins(documents: Tensor) -> Tensor:
+def _find_document_begins(documents: Tensor) -> Tensor:
     """[B, T], true where a document of the row begins; a row begins one."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return begins
 
 
-def _positions(begins: Tensor) -> Tensor:
+def _count_positions(begins: Tensor) -> Tensor:
     """[B, T] int64, counted from the beginning of each document."""
     index = torch.arange(begins.shape[1], device=begins.device).expand(begins.shape)  # [B, T]
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
-def _bounds(begins: Tensor, device: torch.device) -> dict[str, Any]:
+def _build_bounds(begins: Tensor, device: torch.device) -> dict[str, Any]:
     """Where documents begin in the rows laid end to end, and the end: [N + 1] int32; the longest one."""
     first = begins.flatten().nonzero()[:, 0]  # [N]
     bounds = torch.cat([first, first.new_tensor([begins.numel()])])  # [N + 1]
@@ -127,21 +131,21 @@ def _bounds(begins: Tensor, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _masks(documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+def _build_masks(documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """One mask for all layers, or one for each kind of layer where the family has kinds."""
     window = getattr(config, "sliding_window", None)
     if (kinds := getattr(config, "layer_types", None)) is None:
-        return _mask(documents, window, dtype)
+        return _build_mask(documents, window, dtype)
     if foreign := set(kinds) - set(LAYER_KINDS):
         raise InputError(
             f'model.mask_documents = true: "{config.model_type}" has layers of kind '
             f"{', '.join(sorted(foreign))}; only {' and '.join(LAYER_KINDS)} can keep documents apart"
         )
     windows = {"full_attention": None, "sliding_attention": window}
-    return {kind: _mask(documents, windows[kind], dtype) for kind in dict.fromkeys(kinds)}
+    return {kind: _build_mask(documents, windows[kind], dtype) for kind in dict.fromkeys(kinds)}
 
 
-def _mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def _build_mask(documents: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """[B, 1, T, T]: 0 where a token sees another, the lowest number of `dtype` where not."""
     index = torch.arange(documents.shape[1], device=documents.device)  # [T]
     hidden = index[:, None] < index  # [T, T]: [query, key]
@@ -162,7 +166,7 @@ def require_kernel(module: nn.Module) -> str:
     config: Any = module.config
     name: str = config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f'`sequence_parallel_size`: "{config.model_type}" attends by "{name}", which ranks cannot '
                 "share; use a family that has sdpa or flash_attention_2, or delete the key"

@@ -15,12 +15,12 @@ from transformers.initialization import no_init_weights
 
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.config_check import NAME, model_config, parse_model_config
+from ds_pretrain.models.config_check import NAME, build_model_config, parse_model_config
 from ds_pretrain.models.init import Gather, KindReport, initialize
-from ds_pretrain.models.param_groups import owned_parameters, whole_shape
-from ds_pretrain.models.pretrained import Base, base_problems, load_base
+from ds_pretrain.models.param_groups import get_whole_shape, iterate_parameters
+from ds_pretrain.models.pretrained import Pretrained, check_pretrained, load_pretrained
 from ds_pretrain.models.qk_norm import ensure_qk_norm
-from ds_pretrain.models.rope import apply_rope, default_dtype, restore_rotary
+from ds_pretrain.models.rope import apply_rope, restore_rotary, use_default_dtype
 
 Partition = Callable[[], AbstractContextManager[Any]]
 
@@ -47,7 +47,7 @@ def build_model(
     partition: Partition,
     gather: Gather,
     attention: str | None = None,
-    base: Base | None = None,
+    base: Pretrained | None = None,
 ) -> BuiltModel:
     """Build any decoder-only model that Transformers knows, its weights drawn from (seed, name). Collective.
 
@@ -64,33 +64,33 @@ def build_model(
         InputError: the config is not one of a decoder-only model, or misspells a key; all problems at once.
     """
     config_json = parse_model_config(config_text)
-    config = model_config(config_text, qk_norm=qk_norm)
-    with _uninitialized_memory_is_nan(), partition(), default_dtype(dtype), no_init_weights():
-        model = _constructed(config, dtype, attention)
+    config = build_model_config(config_text, qk_norm=qk_norm)
+    with _fill_uninitialized_with_nan(), partition(), use_default_dtype(dtype), no_init_weights():
+        model = _construct(config, dtype, attention)
         variant = ensure_qk_norm(model, config_json) if qk_norm else None
     model.tie_weights()
     _train_every_embedding(model)
     restore_rotary(model)
     std = getattr(config, "initializer_range", None) or 0.02
     if base is not None:
-        weights = load_base(model, base, world, gather)
+        weights = load_pretrained(model, base, world, gather)
     else:
         weights = initialize(
             model, seed=seed, std=std, num_layers=config.num_hidden_layers, world=world, gather=gather
         )
     if recompute:
         set_recompute(model, True)
-    num_parameters = sum(prod(whole_shape(parameter)) for _, _, parameter in owned_parameters(model))
+    num_parameters = sum(prod(get_whole_shape(parameter)) for _, _, parameter in iterate_parameters(model))
     return BuiltModel(model.train(), config, num_parameters, weights, variant)
 
 
-def dry_build(
+def build_on_meta(
     config_text: str,
     *,
     qk_norm: bool = False,
     attention: str | None = None,
     name: str = NAME,
-    base: Base | None = None,
+    base: Pretrained | None = None,
     recompute: bool = False,
     phases: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Any:
@@ -103,7 +103,7 @@ def dry_build(
             that do not fit it, or rotary positions that cannot change so.
     """
     config_json = parse_model_config(config_text, name)
-    config = model_config(config_text, qk_norm=qk_norm, name=name)
+    config = build_model_config(config_text, qk_norm=qk_norm, name=name)
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"), no_init_weights():
@@ -119,7 +119,7 @@ def dry_build(
                 f"{type(error).__name__}: {error}"
             ) from error
         model.tie_weights()
-        if base is not None and (problems := base_problems(model, base)):
+        if base is not None and (problems := check_pretrained(model, base)):
             raise InputError(problems)
         if phases:
             restore_rotary(model, "cpu")
@@ -131,7 +131,7 @@ def dry_build(
     return model
 
 
-def _constructed(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+def _construct(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (ImportError, ValueError, AssertionError) as error:
@@ -168,7 +168,7 @@ def set_recompute(model: Any, on: bool) -> None:
 
 
 @contextmanager
-def _uninitialized_memory_is_nan() -> Iterator[None]:
+def _fill_uninitialized_with_nan() -> Iterator[None]:
     """Fill what constructors leave uninitialized with NaN: a weight that nothing initializes then shows."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),

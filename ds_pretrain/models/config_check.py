@@ -2,7 +2,7 @@
 
 Sizes are compared by arithmetic. What a family reads, and what it takes where a config is silent, is asked of
 its Transformers config class, which is imported inside functions alone: without Transformers, and inside
-`without_transformers`, arithmetic is all that is done.
+`hide_transformers`, arithmetic is all that is done.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from math import inf
 from typing import Any, TypeGuard
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.jsonl import show_value
 from ds_pretrain.core.text import parse_json
 
 # Families whose attention calls q_proj and k_proj, splits the result into heads and rotates: a per-head norm
@@ -75,7 +75,7 @@ _asks_transformers = True
 
 
 @contextmanager
-def without_transformers() -> Iterator[None]:
+def hide_transformers() -> Iterator[None]:
     """Inside it, configs are checked as on a machine that has no Transformers: in milliseconds."""
     global _asks_transformers
     before, _asks_transformers = _asks_transformers, False
@@ -85,7 +85,7 @@ def without_transformers() -> Iterator[None]:
         _asks_transformers = before
 
 
-def asks_transformers() -> bool:
+def uses_transformers() -> bool:
     """True if Transformers and torch can be imported, and may be."""
     return _asks_transformers and _can_import()
 
@@ -109,13 +109,13 @@ def parse_model_config(config_text: str, name: str = NAME) -> dict[str, Any]:
     config = parse_json(config_text, name)
     if not isinstance(config.get("model_type"), str):
         raise InputError(
-            f'{name}: "model_type" is missing or not a text (found {shown(config.get("model_type"))}); '
+            f'{name}: "model_type" is missing or not a text (found {show_value(config.get("model_type"))}); '
             'name the family, for example "llama", "qwen3" or "gpt2"'
         )
     return config
 
 
-def model_config(config_text: str, *, qk_norm: bool = False, name: str = NAME) -> Any:
+def build_model_config(config_text: str, *, qk_norm: bool = False, name: str = NAME) -> Any:
     """The Transformers config of a decoder-only model, every key of it understood. `name` is the file's.
 
     Raises:
@@ -133,7 +133,7 @@ def read_config(config: Mapping[str, Any]) -> Any | None:
 
     None where its class refuses it, or where Transformers is not asked.
     """
-    if not asks_transformers() or not isinstance(config.get("model_type"), str):
+    if not uses_transformers() or not isinstance(config.get("model_type"), str):
         return None
     return _read(json.dumps(config)).config
 
@@ -146,26 +146,26 @@ def check_model(config_text: str, *, qk_norm: bool = False, name: str = NAME) ->
         return list(error.problems)
     if config.get("is_encoder_decoder"):
         return [f'{name}: "is_encoder_decoder" is true; expected a decoder-only model']
-    reading = _read(json.dumps(config)) if asks_transformers() else _Reading(None, {}, (), ())
+    reading = _read(json.dumps(config)) if uses_transformers() else _Reading(None, {}, (), ())
     if reading.family_problems:
         return [f"{name}: {problem}" for problem in reading.family_problems]
-    by_key = reading.by_key | _wrong_amounts(config)
+    by_key = reading.by_key | _find_wrong_amounts(config)
     found = [
-        *_division_problems(config, by_key.keys(), reading.config),
-        *_vocabulary_problems(config),
+        *_check_divisions(config, by_key.keys(), reading.config),
+        *_check_vocabulary(config),
     ]
     by_key.pop("vocab_size", None)  # told with what it has to be
-    found = [*by_key.values(), *found, *_special_token_problems(config), *_expert_problems(reading.config)]
+    found = [*by_key.values(), *found, *_check_special_tokens(config), *_check_experts(reading.config)]
     found += [
         problem for key, problem in reading.problems if key or not found
     ]  # a refusal repeats what is found
     problems = [f"{name}: {problem}" for problem in dict.fromkeys(found)]
-    if qk_norm and (problem := qk_norm_problem(config)):
+    if qk_norm and (problem := check_qk_norm(config)):
         problems.append(problem)
     return problems
 
 
-def qk_norm_problem(config: Mapping[str, Any]) -> str | None:
+def check_qk_norm(config: Mapping[str, Any]) -> str | None:
     """Why this family cannot have QK-norm, or None if it can."""
     family = config["model_type"]
     if family in QK_NORM_ADDABLE or family in QK_NORM_NATIVE:
@@ -199,35 +199,35 @@ def _read(config_text: str) -> _Reading:
     """Construct the config with its class; leave out one by one the keys whose types it refuses."""
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-    config = json.loads(config_text, object_hook=_decoded)
-    if problem := _family_problem(config["model_type"]):
+    config = json.loads(config_text, object_hook=_decode_item)
+    if problem := _check_family(config["model_type"]):
         return _Reading(None, {}, (), (problem,))
-    kind = _config_class(config["model_type"])
-    given = _without_foreign_tokens(kind, config)
-    by_key = dict(_unknown_activations(config))
-    problems: list[tuple[str | None, str]] = [*_unknown_keys(given, kind)]
+    kind = _get_config_class(config["model_type"])
+    given = _drop_foreign_tokens(kind, config)
+    by_key = dict(_find_unknown_activations(config))
+    problems: list[tuple[str | None, str]] = [*_find_unknown_keys(given, kind)]
     parsed, refusal = None, None
     while parsed is None and refusal is None:
         try:
-            with _quiet():
+            with _silence_transformers():
                 parsed = kind(**deepcopy(given))
         except Exception as error:  # each config class raises what it likes
-            keys = _keys_of(kind, str(error)) & given.keys()
+            keys = _find_keys(kind, str(error)) & given.keys()
             if not isinstance(error, StrictDataclassFieldValidationError) or not keys:
                 refusal = f"refused by {kind.__name__}: {error}"
                 problems.append((None, refusal))
             for key in keys if refusal is None else ():
                 reason = str(error).rpartition("TypeError: ")[2].partition(". Errors: ")[0]
-                by_key[key] = f'"{key}" = {shown(given.pop(key))}: refused by {kind.__name__}: {reason}'
+                by_key[key] = f'"{key}" = {show_value(given.pop(key))}: refused by {kind.__name__}: {reason}'
     return _Reading(None if by_key else parsed, by_key, tuple(problems), ())
 
 
-def _decoded(item: dict[str, Any]) -> Any:
+def _decode_item(item: dict[str, Any]) -> Any:
     """Transformers writes an infinite number as `{"__float__": "Infinity"}`."""
     return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
-def _keys_of(kind: Any, message: str) -> set[str]:
+def _find_keys(kind: Any, message: str) -> set[str]:
     """The names of the field that a message is about."""
     found = re.search(r"field '(\w+)'", message)
     return (
@@ -235,14 +235,14 @@ def _keys_of(kind: Any, message: str) -> set[str]:
     )
 
 
-def _config_class(family: str) -> Any:
+def _get_config_class(family: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[family]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Keep Transformers from saying on every rank, and at every look, what is a problem here or is none."""
     log = logging.getLogger("transformers")
     level = log.level
@@ -253,7 +253,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _family_problem(family: str) -> str | None:
+def _check_family(family: str) -> str | None:
     """Why `family` is not a decoder-only language model of text, or None if it is one."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
@@ -279,7 +279,7 @@ def _family_problem(family: str) -> str | None:
     return None
 
 
-def _without_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """The config's own keys, and no special token that only the class default names and the vocabulary lacks.
 
     GPT-2's 50256 in a vocabulary of 512 would make Transformers warn on every rank.
@@ -293,7 +293,7 @@ def _without_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, A
     return given
 
 
-def _unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, str]]:
+def _find_unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, str]]:
     """Keys that a config class takes without using them: most are misspelt.
 
     Such a key is left as an attribute, which is neither declared, nor read by a method, nor there without it.
@@ -305,7 +305,7 @@ def _unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, st
     read = {word for method in methods for word in inspect.unwrap(method).__code__.co_consts}
     odd = {key: value for key, value in given.items() if key not in own | read | _UNDECLARED}
     try:
-        with _quiet():
+        with _silence_transformers():
             left, without = (vars(kind(**odd)), kind()) if odd else ({}, None)
     except Exception:  # a class that needs some key, or reads one of these after all
         return
@@ -316,7 +316,7 @@ def _unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, st
             yield key, f'{kind.__name__} has no key "{key}"; {hint}'
 
 
-def _unknown_activations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _find_unknown_activations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     from transformers.activations import ACT2CLS
 
     for key in _ACTIVATION_KEYS:
@@ -324,10 +324,10 @@ def _unknown_activations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         if isinstance(name, str) and name not in ACT2CLS:
             close = get_close_matches(name, sorted(ACT2CLS), n=1)
             hint = f'; did you mean "{close[0]}"?' if close else ""
-            yield key, f'"{key}" = {shown(name)}; expected one of {", ".join(sorted(ACT2CLS))}{hint}'
+            yield key, f'"{key}" = {show_value(name)}; expected one of {", ".join(sorted(ACT2CLS))}{hint}'
 
 
-def _wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:
+def _find_wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:
     """Key to problem, for each value that is out of its range."""
     checks: dict[str, tuple[bool, str]] = {}
     for key, value in config.items():
@@ -347,13 +347,13 @@ def _wrong_amounts(config: Mapping[str, Any]) -> dict[str, str]:
         elif key in _LENGTH_KEYS and value is not None:
             checks[key] = (_is_size(value), "a whole number of at least 1")
     return {
-        key: f'"{key}" = {shown(config[key])}; expected {expected}'
+        key: f'"{key}" = {show_value(config[key])}; expected {expected}'
         for key, (right, expected) in checks.items()
         if not right
     }
 
 
-def _division_problems(config: Mapping[str, Any], wrong: Collection[str], parsed: Any) -> Iterator[str]:
+def _check_divisions(config: Mapping[str, Any], wrong: Collection[str], parsed: Any) -> Iterator[str]:
     """Sizes that must divide one another, as far as both are sizes.
 
     Families with heads of another width than width / heads say so to Transformers, which then accepts them.
@@ -369,16 +369,16 @@ def _division_problems(config: Mapping[str, Any], wrong: Collection[str], parsed
         yield f'"num_key_value_heads" = {groups} does not divide "{heads_key}" = {sizes[heads_key]}'
 
 
-def _vocabulary_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _check_vocabulary(config: Mapping[str, Any]) -> Iterator[str]:
     size = config.get("vocab_size")
     if not _is_size(size):
         yield (
-            f'"vocab_size" is missing or not a positive whole number (found {shown(size)}); '
+            f'"vocab_size" is missing or not a positive whole number (found {show_value(size)}); '
             "give the size of the tokenizer's vocabulary"
         )
 
 
-def _special_token_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _check_special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     """A padding token that the vocabulary does not have: the embedding could not be made."""
     size, pad = config.get("vocab_size"), config.get("pad_token_id")
     if type(size) is int and type(pad) is int and not -size <= pad < size:
@@ -388,7 +388,7 @@ def _special_token_problems(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _expert_problems(parsed: Any) -> Iterator[str]:
+def _check_experts(parsed: Any) -> Iterator[str]:
     """More experts a token than there are."""
     taken = getattr(parsed, "num_experts_per_tok", None)
     key = next((key for key in EXPERTS_KEYS if _is_size(getattr(parsed, key, None))), None)
@@ -396,16 +396,16 @@ def _expert_problems(parsed: Any) -> Iterator[str]:
         yield f'"num_experts_per_tok" = {taken}; expected 1 to "{key}" = {getattr(parsed, key)}'
 
 
-def masking_problems(config: Mapping[str, Any], attention: str | None) -> list[str]:
+def check_masking(config: Mapping[str, Any], attention: str | None) -> list[str]:
     """Why `model.mask_documents` would not hold for a model config and a kernel; empty if nothing is known.
 
     `refuse_leaks` of `attention` tries the real model.
     """
-    found = [*_kernel_problems(attention), *_mixing_problems(config)]
+    found = [*_check_kernel(attention), *_check_mixing(config)]
     return [f"model.mask_documents = true: {problem}" for problem in found]
 
 
-def mask_warnings(
+def warn_of_large_masks(
     config: Mapping[str, Any], attention: str | None, rows: int, seq_len: int, dtype: str, where: str
 ) -> list[str]:
     """That the masks of a micro-batch of `rows` sequences take much memory, at T x T entries each.
@@ -414,7 +414,7 @@ def mask_warnings(
     """
     if attention in FLASH_KERNELS:
         return []
-    num_masks = len(set(_layer_kinds(read_config(config)))) or 1
+    num_masks = len(set(_list_layer_kinds(read_config(config)))) or 1
     num_bytes = num_masks * rows * seq_len**2 * _BYTES[dtype]
     if num_bytes < _MUCH_BYTES:
         return []
@@ -426,17 +426,17 @@ def mask_warnings(
     ]
 
 
-def _layer_kinds(parsed: Any) -> list[str]:
+def _list_layer_kinds(parsed: Any) -> list[str]:
     """The kind of each layer, by Transformers' names; empty if all are alike."""
     return list(getattr(parsed, "layer_types", None) or ())
 
 
-def _foreign_kinds(parsed: Any) -> str:
+def _describe_foreign_kinds(parsed: Any) -> str:
     """The kinds of layers that are not plain attention, in words."""
-    return ", ".join(sorted({str(kind) for kind in _layer_kinds(parsed)} - set(LAYER_KINDS)))
+    return ", ".join(sorted({str(kind) for kind in _list_layer_kinds(parsed)} - set(LAYER_KINDS)))
 
 
-def _takes_positions(parsed: Any) -> bool:
+def _accepts_positions(parsed: Any) -> bool:
     """True if the family's model takes positions and a mask from outside."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -444,7 +444,7 @@ def _takes_positions(parsed: Any) -> bool:
     return {"position_ids", "attention_mask"} <= inspect.signature(forward).parameters.keys()
 
 
-def _kernel_problems(attention: str | None) -> Iterator[str]:
+def _check_kernel(attention: str | None) -> Iterator[str]:
     if attention in FLASH_KERNELS and find_spec("flash_attn") is None:
         yield (
             f'attention = "{attention}" needs the package flash-attn, which is not installed; install it, or '
@@ -455,32 +455,32 @@ def _kernel_problems(attention: str | None) -> Iterator[str]:
         yield f'attention = "{attention}" has not been shown to keep documents apart; use one of {known}'
 
 
-def _mixing_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def _check_mixing(config: Mapping[str, Any]) -> Iterator[str]:
     """What lies between tokens of a family beside masked attention, or is placed by something else."""
     if (parsed := read_config(config)) is None:
         return
     family = parsed.model_type
     remedy = "use a family of plain attention such as llama, qwen3 or gpt2, or set mask_documents = false"
-    if kinds := _foreign_kinds(parsed):
+    if kinds := _describe_foreign_kinds(parsed):
         yield f'"{family}" has layers of kind {kinds}, through which documents see one another; {remedy}'
-    elif not _takes_positions(parsed):
+    elif not _accepts_positions(parsed):
         yield f'"{family}" takes no positions or no mask from outside; {remedy}'
     elif getattr(parsed, "alibi", False):
         yield f'"{family}" with "alibi" counts distances from the mask, not from positions; {remedy}'
 
 
-def shared_attention_problems(config: Mapping[str, Any], num_sharing: int, longest: int) -> list[str]:
+def check_sequence_parallel_attention(config: Mapping[str, Any], num_sharing: int, longest: int) -> list[str]:
     """Why `num_sharing` ranks cannot share the sequences of a model, the longest of which has so many tokens.
 
     The exchange of tokens for heads leaves attention causal over whole rows and nothing else: no mask, no
     window. `refuse_unlike` of the engine tries the model.
     """
     parsed = read_config(config)
-    windows = _window_problems(longest, parsed) if parsed is not None else ()
-    return [*_head_problems(config, parsed, num_sharing), *windows]
+    windows = _check_windows(longest, parsed) if parsed is not None else ()
+    return [*_check_heads(config, parsed, num_sharing), *windows]
 
 
-def _head_problems(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> Iterator[str]:
+def _check_heads(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> Iterator[str]:
     """In attention each rank has whole heads."""
     key = next((key for key in HEADS_KEYS if key in config), HEADS_KEYS[0])
     heads, pairs = (getattr(parsed, k, config.get(k)) for k in (key, "num_key_value_heads"))
@@ -493,12 +493,12 @@ def _head_problems(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> 
         )
 
 
-def _window_problems(longest: int, parsed: Any) -> Iterator[str]:
+def _check_windows(longest: int, parsed: Any) -> Iterator[str]:
     """What lies between the tokens of a row beside causal attention, or follows the length of the input."""
     family, window = parsed.model_type, getattr(parsed, "sliding_window", None)
-    if _foreign_kinds(parsed):
+    if _describe_foreign_kinds(parsed):
         yield f'and "{family}" has layers that are not plain attention, which need whole rows; {_OTHER_SIZE}'
-    elif not _takes_positions(parsed) or getattr(parsed, "alibi", False):
+    elif not _accepts_positions(parsed) or getattr(parsed, "alibi", False):
         yield f'and "{family}" takes no positions from outside, which a part of a row needs; {_OTHER_SIZE}'
     elif type(window) is int and window < longest and getattr(parsed, "use_sliding_window", True):
         yield (

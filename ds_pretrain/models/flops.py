@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.config_check import EXPERTS_KEYS, asks_transformers
+from ds_pretrain.models.config_check import EXPERTS_KEYS, uses_transformers
 
 # Peak dense bf16 matrix throughput in FLOP/s, as makers state it (without sparsity):
 # https://resources.nvidia.com/en-us-tensor-core and https://www.amd.com/en/products/accelerators/instinct.html.
@@ -47,7 +47,7 @@ class ParameterCount:
 
 def count_parameters(config_text: str, *, qk_norm: bool = False) -> ParameterCount | None:
     """Parameters of a model config; None where Transformers is not asked, or the model cannot be built."""
-    counted = _count(config_text, qk_norm) if asks_transformers() else None
+    counted = _count(config_text, qk_norm) if uses_transformers() else None
     return counted and counted[0]
 
 
@@ -59,7 +59,7 @@ def flops_per_token(config_text: str, seq_len: int, *, qk_norm: bool = False) ->
     settings. A sliding window shorter than the sequence takes its place. Layers that are not attention are
     not known.
     """
-    counted = _count(config_text, qk_norm) if asks_transformers() else None
+    counted = _count(config_text, qk_norm) if uses_transformers() else None
     if counted is None:
         return None
     count, config = counted
@@ -81,17 +81,17 @@ def _count(config_text: str, qk_norm: bool) -> tuple[ParameterCount, Any] | None
     """The count, and the config as Transformers reads it."""
     from torch import nn
 
-    from ds_pretrain.models.build import dry_build
-    from ds_pretrain.models.param_groups import owned_parameters
+    from ds_pretrain.models.build import build_on_meta
+    from ds_pretrain.models.param_groups import iterate_parameters
 
     try:
-        model = dry_build(config_text, qk_norm=qk_norm)
+        model = build_on_meta(config_text, qk_norm=qk_norm)
     except InputError:
         return None
     config, head = model.config, model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
     total = tables = experts = 0
-    for name, module, parameter in owned_parameters(model):
+    for name, module, parameter in iterate_parameters(model):
         size = prod(parameter.shape)
         total += size
         if isinstance(module, nn.Embedding) or parameter is head_weight:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_pretrain.core.distributed import World, from_main
+from ds_pretrain.core.distributed import World, broadcast_from_main
 from ds_pretrain.core.errors import RunError
-from ds_pretrain.models.param_groups import is_norm, is_partitioned, owned_parameters, whole_shape
+from ds_pretrain.models.param_groups import get_whole_shape, is_norm, is_partitioned, iterate_parameters
 
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
@@ -86,20 +86,20 @@ def initialize(
         UninitializedWeightsError: on all ranks, naming every kind whose mean or std is not as asked.
     """
     asked: dict[str, _Asked] = {}
-    for name, module, parameter in owned_parameters(model):
-        wanted = _standard_std(name, module, parameter, std, num_layers)
+    for name, module, parameter in iterate_parameters(model):
+        wanted = _get_standard_std(name, module, parameter, std, num_layers)
         if wanted is None:
             continue
         with gather([parameter]):
             if world.is_main or not is_partitioned(parameter):
-                _write(parameter, _drawn(seed, name, whole_shape(parameter), wanted))
+                _write(parameter, _draw_values(seed, name, get_whole_shape(parameter), wanted))
                 asked[name] = _Asked(0.0, wanted, sampled=wanted > 0)
-    for prefix, module in _modules_with_own_rule(model, std, num_layers):
-        subtree = [(f"{prefix}.{n}" if prefix else n, m, p) for n, m, p in owned_parameters(module)]
+    for prefix, module in _find_modules_with_own_rule(model, std, num_layers):
+        subtree = [(f"{prefix}.{n}" if prefix else n, m, p) for n, m, p in iterate_parameters(module)]
         with gather([parameter for _, _, parameter in subtree]):
             if world.is_main or not any(is_partitioned(parameter) for _, _, parameter in subtree):
                 asked |= _initialize_by_family(model, module, subtree, f"{seed}:{prefix}")
-    return check_weights(model, from_main(world, asked), gather)
+    return check_weights(model, broadcast_from_main(world, asked), gather)
 
 
 def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) -> tuple[KindReport, ...]:
@@ -110,12 +110,12 @@ def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) ->
     """
     found: dict[str, list[tuple[_Asked, _Moments]]] = {}
     problems: dict[str, str] = {}
-    for name, _, parameter in owned_parameters(model):
-        kind = kind_of(name)
+    for name, _, parameter in iterate_parameters(model):
+        kind = get_kind(name)
         with gather([parameter]):
             moments = _measure(parameter.data)
         wanted = asked.get(name, _Asked(math.nan, math.nan, sampled=False))
-        if problem := _problem(moments, wanted, math.prod(whole_shape(parameter))):
+        if problem := _find_problem(moments, wanted, math.prod(get_whole_shape(parameter))):
             problems.setdefault(kind, f"{kind} (first: {name}): {problem}")
         found.setdefault(kind, []).append((wanted, moments))
     if problems:
@@ -126,18 +126,18 @@ def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) ->
     return tuple(_report(kind, parts) for kind, parts in found.items())
 
 
-def measured(values: Tensor) -> _Asked:
+def expect_values(values: Tensor) -> _Asked:
     """What the weights have to be where they were not drawn: these very values."""
     moments = _measure(values)
     return _Asked(moments.mean, moments.std, sampled=False)
 
 
-def kind_of(name: str) -> str:
+def get_kind(name: str) -> str:
     """`model.layers.17.mlp.up_proj.weight` -> `model.layers.*.mlp.up_proj.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _standard_std(
+def _get_standard_std(
     name: str, module: nn.Module, parameter: nn.Parameter, std: float, num_layers: int
 ) -> float | None:
     """The std of a parameter that every family has, 0 for biases; None: the family's own rule applies."""
@@ -148,17 +148,17 @@ def _standard_std(
     if isinstance(module, nn.Linear | Conv1D):
         if leaf == "bias":
             return 0.0
-        inside_layer = "*" in kind_of(name)
+        inside_layer = "*" in get_kind(name)
         return scaled if inside_layer and path.rpartition(".")[2] in _RESIDUAL_OUTPUTS else std
-    if leaf in _EXPERT_PROJECTIONS and len(whole_shape(parameter)) == 3:
+    if leaf in _EXPERT_PROJECTIONS and len(get_whole_shape(parameter)) == 3:
         return scaled if leaf in _RESIDUAL_OUTPUTS else std
     return None
 
 
-def _drawn(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+def _draw_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     if std == 0.0:
         return torch.zeros(shape, dtype=torch.float32)
-    generator = torch.Generator(device="cpu").manual_seed(_hashed(f"{seed}:{name}"))
+    generator = torch.Generator(device="cpu").manual_seed(_hash_text(f"{seed}:{name}"))
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
 
 
@@ -168,14 +168,18 @@ def _write(parameter: nn.Parameter, values: Tensor) -> None:
         parameter.data.copy_(values)
 
 
-def _hashed(text: str) -> int:
+def _hash_text(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _modules_with_own_rule(model: nn.Module, std: float, num_layers: int) -> Iterator[tuple[str, nn.Module]]:
+def _find_modules_with_own_rule(
+    model: nn.Module, std: float, num_layers: int
+) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
         own = module.named_parameters(prefix=prefix, recurse=False)
-        if any(_standard_std(name, module, parameter, std, num_layers) is None for name, parameter in own):
+        if any(
+            _get_standard_std(name, module, parameter, std, num_layers) is None for name, parameter in own
+        ):
             yield prefix, module
 
 
@@ -189,10 +193,10 @@ def _initialize_by_family(
     """
     asked: dict[str, _Asked] = {}
     with (
-        _on_cpu_as_nan([parameter for _, _, parameter in subtree]) as constructed,
+        _hold_on_cpu_as_nan([parameter for _, _, parameter in subtree]) as constructed,
         torch.random.fork_rng(devices=[]),
     ):
-        torch.default_generator.manual_seed(_hashed(seed_text))
+        torch.default_generator.manual_seed(_hash_text(seed_text))
         with torch.no_grad():
             model._init_weights(module)
         drawn = [parameter.data for _, _, parameter in subtree]
@@ -207,7 +211,7 @@ def _initialize_by_family(
 
 
 @contextmanager
-def _on_cpu_as_nan(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+def _hold_on_cpu_as_nan(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Inside it the parameters are fp32, on the CPU, and NaN: draws then depend on no device or dtype."""
     constructed = [parameter.data for parameter in parameters]
     try:
@@ -228,7 +232,7 @@ def _measure(values: Tensor) -> _Moments:
     return _Moments(values.numel(), total, squares)
 
 
-def _problem(found: _Moments, asked: _Asked, num_weights: int) -> str | None:
+def _find_problem(found: _Moments, asked: _Asked, num_weights: int) -> str | None:
     if found.count != num_weights or num_weights == 0:
         return f"expected {num_weights} weights, found {found.count} (partitioned and never gathered?)"
     if math.isnan(asked.mean):

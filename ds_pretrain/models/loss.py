@@ -30,8 +30,8 @@ def cross_entropy_and_z(
     Raises:
         ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
     """
-    flat_logits, flat_labels = _flat(logits, labels)  # [N, V], [N]
-    rows = chunk_rows or _chunk_rows(logits)
+    flat_logits, flat_labels = _flatten(logits, labels)  # [N, V], [N]
+    rows = chunk_rows or _choose_chunk_rows(logits)
     nll_sum, z_sum = _CrossEntropyAndZ.apply(flat_logits, flat_labels, z_loss or 0.0, rows)  # type: ignore[no-untyped-call]
     return nll_sum, z_sum
 
@@ -45,13 +45,15 @@ def token_losses(logits: Tensor, labels: Tensor, *, chunk_rows: int | None = Non
     Raises:
         ValueError: a label is neither -100 nor in [0, V) (on a GPU: a device assertion).
     """
-    flat_logits, flat_labels = _flat(logits, labels)  # [N, V], [N]
+    flat_logits, flat_labels = _flatten(logits, labels)  # [N, V], [N]
     with torch.no_grad():
-        nll, _ = _token_losses(flat_logits, flat_labels, chunk_rows or _chunk_rows(logits))  # [N]
+        nll, _ = _compute_token_losses(
+            flat_logits, flat_labels, chunk_rows or _choose_chunk_rows(logits)
+        )  # [N]
     return nll.view(labels.shape)
 
 
-def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _flatten(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """[N, V] and [N], checked against each other."""
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} need labels of {tuple(logits.shape[:-1])}, "
@@ -62,11 +64,11 @@ def _flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, vocabulary), flat_labels
 
 
-def _chunk_rows(logits: Tensor) -> int:
+def _choose_chunk_rows(logits: Tensor) -> int:
     return max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // logits.shape[-1])
 
 
-def _token_losses(logits: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _compute_token_losses(logits: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood and logsumexp of each token: [N] and [N], fp32."""
     lse = torch.empty(len(labels), dtype=torch.float32, device=logits.device)  # [N]
     for start in range(0, len(labels), rows):
@@ -98,7 +100,7 @@ class _CrossEntropyAndZ(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z: float, rows: int) -> tuple[Tensor, Tensor]:
-        nll, lse = _token_losses(logits, labels, rows)  # [N], [N]
+        nll, lse = _compute_token_losses(logits, labels, rows)  # [N], [N]
         nll_sum = nll.sum(dtype=torch.float64)
         square_sum = nll_sum.new_zeros(())
         if z:

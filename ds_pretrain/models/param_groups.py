@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def get_whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """The shape of a parameter as a whole, also where ZeRO-3 has emptied it on this rank."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -17,7 +17,7 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_shape")
 
 
-def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def iterate_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Every parameter once: its name (the first one, if it is tied), the module that owns it, and it."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -32,25 +32,25 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
-def no_weight_decay(
+def has_no_weight_decay(
     name: str, module: nn.Module, parameter: nn.Parameter, *, decay_embeddings: bool = False
 ) -> bool:
     """True for parameters that must not shrink: norms, biases, other vectors, and embeddings unless asked."""
     if isinstance(module, nn.Embedding):
         return not decay_embeddings
-    return is_norm(module) or name.endswith("bias") or len(whole_shape(parameter)) < 2
+    return is_norm(module) or name.endswith("bias") or len(get_whole_shape(parameter)) < 2
 
 
-def parameter_groups(model: nn.Module, *, decay_embeddings: bool = False) -> list[dict[str, Any]]:
+def build_parameter_groups(model: nn.Module, *, decay_embeddings: bool = False) -> list[dict[str, Any]]:
     """Optimizer groups "decay" and "no_decay" of the trainable parameters; an empty one is left out.
 
     "decay" leaves its weight decay to the optimizer's own setting. A tied output head counts as embedding.
     """
     decay: list[torch.nn.Parameter] = []
     no_decay: list[torch.nn.Parameter] = []
-    for name, module, parameter in owned_parameters(model):
+    for name, module, parameter in iterate_parameters(model):
         if parameter.requires_grad:
-            exempt = no_weight_decay(name, module, parameter, decay_embeddings=decay_embeddings)
+            exempt = has_no_weight_decay(name, module, parameter, decay_embeddings=decay_embeddings)
             (no_decay if exempt else decay).append(parameter)
     groups: list[dict[str, Any]] = [
         {"name": "decay", "params": decay},

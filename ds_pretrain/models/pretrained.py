@@ -1,7 +1,7 @@
 """The weights of a public model that a run begins with: what its files hold, and their way into the model.
 
 Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the tensors).
-`read_base` reads headers and a few samples, without torch, which is imported only where values are read.
+`read_pretrained` reads headers and a few samples, without torch, which is imported only where values are read.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.core.distributed import World, from_main, gather_objects
-from ds_pretrain.core.errors import InputError, agreed
-from ds_pretrain.core.jsonl import shown
-from ds_pretrain.core.text import counted, listed, parse_json, read_text
+from ds_pretrain.core.distributed import World, broadcast_from_main, gather_objects
+from ds_pretrain.core.errors import InputError, mark_agreed
+from ds_pretrain.core.jsonl import show_value
+from ds_pretrain.core.text import format_count_of, join_listed, parse_json, read_text
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file
@@ -42,7 +42,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Base:
+class Pretrained:
     """A folder with the weights of a model."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Base:
     fingerprint: str  # of every name, shape and type, and of samples of the values: other weights differ
 
 
-def read_base(folder: Path, setting: str) -> Base:
+def read_pretrained(folder: Path, setting: str) -> Pretrained:
     """What is there. `setting` names the key of the run file.
 
     Raises:
@@ -64,11 +64,11 @@ def read_base(folder: Path, setting: str) -> Base:
     tensors: dict[str, Stored] = {}
     problems: list[str] = []
     digest = hashlib.sha256()
-    for file in _files(folder, setting):
+    for file in _list_files(folder, setting):
         try:
-            header = _header(file)
+            header = _read_header(file)
             digest.update(json.dumps(header, sort_keys=True).encode())
-            for sample in _samples(file):
+            for sample in _read_samples(file):
                 digest.update(sample)
         except (OSError, ValueError) as error:
             problems.append(f"{setting}: {file} cannot be used ({error}); download it again")
@@ -80,12 +80,12 @@ def read_base(folder: Path, setting: str) -> Base:
         }
     if problems:
         raise InputError(problems)
-    return Base(folder, tensors, digest.hexdigest()[:32])
+    return Pretrained(folder, tensors, digest.hexdigest()[:32])
 
 
-def _files(folder: Path, setting: str) -> list[Path]:
+def _list_files(folder: Path, setting: str) -> list[Path]:
     if (folder / _INDEX).is_file():
-        return [folder / name for name in _indexed(folder / _INDEX, setting)]
+        return [folder / name for name in _read_index(folder / _INDEX, setting)]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickles = any(folder.glob("pytorch_model*.bin"))
@@ -96,25 +96,27 @@ def _files(folder: Path, setting: str) -> list[Path]:
     )
 
 
-def _indexed(path: Path, setting: str) -> list[str]:
+def _read_index(path: Path, setting: str) -> list[str]:
     """The files that an index names."""
     index = parse_json(read_text(path, setting), f"{setting}: {path}")
     files = index.get("weight_map")
     if isinstance(files, Mapping) and files and all(isinstance(file, str) for file in files.values()):
         return sorted(set(files.values()))
-    found = f"found {shown(files)}" if "weight_map" in index else f"it has {shown(list(index))} alone"
+    found = (
+        f"found {show_value(files)}" if "weight_map" in index else f"it has {show_value(list(index))} alone"
+    )
     raise InputError(
         f'{setting}: {path} should have a "weight_map", which says in which file each tensor is; {found}: '
         "download it again"
     )
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _read_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", _exactly(opened.read(8), 8))
+        (length,) = struct.unpack("<Q", _read_exactly(opened.read(8), 8))
         if length > _MOST_HEADER_BYTES:
             raise ValueError("it does not begin as a safetensors file does")
-        header = json.loads(_exactly(opened.read(length), length))
+        header = json.loads(_read_exactly(opened.read(length), length))
     try:
         entries = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
@@ -126,13 +128,13 @@ def _header(file: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def _exactly(data: bytes, length: int) -> bytes:
+def _read_exactly(data: bytes, length: int) -> bytes:
     if len(data) != length:
         raise ValueError("it ends in its header")
     return data
 
 
-def _samples(file: Path) -> Iterator[bytes]:
+def _read_samples(file: Path) -> Iterator[bytes]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         for index in range(_SAMPLES):
@@ -140,24 +142,24 @@ def _samples(file: Path) -> Iterator[bytes]:
             yield opened.read(_SAMPLE_BYTES)
 
 
-def load_base(model: Any, base: Base, world: World, gather: Any) -> tuple[Any, ...]:
+def load_pretrained(model: Any, base: Pretrained, world: World, gather: Any) -> tuple[Any, ...]:
     """Fill `model` with the weights of `base`, in the model's own type, and measure what arrived. Collective.
 
     `gather` and the reports are those of `init`. Read on rank 0 where parameters are partitioned, else on
     every rank; one parameter at a time.
 
     Raises:
-        InputError: on every rank, as `base_problems` has them, or with each tensor that cannot be read or
+        InputError: on every rank, as `check_pretrained` has them, or with each tensor that cannot be read or
             holds values that are no numbers.
         UninitializedWeightsError: something did not arrive.
     """
-    from ds_pretrain.models.init import check_weights, measured
-    from ds_pretrain.models.param_groups import is_partitioned, owned_parameters
+    from ds_pretrain.models.init import check_weights, expect_values
+    from ds_pretrain.models.param_groups import is_partitioned, iterate_parameters
 
-    if problems := base_problems(model, base):
+    if problems := check_pretrained(model, base):
         raise InputError(problems)
-    asked, names, wrong = {}, _stored_names(model, base), []
-    for name, _, parameter in owned_parameters(model):
+    asked, names, wrong = {}, _find_stored_names(model, base), []
+    for name, _, parameter in iterate_parameters(model):
         with gather([parameter]):  # on every rank, whatever one of them meets in it
             if world.is_main or not is_partitioned(parameter):
                 values = _read(base.tensors[names[name][0]].file, names[name][0], parameter.dtype)
@@ -165,10 +167,10 @@ def load_base(model: Any, base: Base, world: World, gather: Any) -> tuple[Any, .
                     wrong.append(values)
                     continue
                 parameter.data.copy_(values)
-                asked[name] = measured(values)
+                asked[name] = expect_values(values)
     if everyone := list(dict.fromkeys(p for found in gather_objects(world, wrong) for p in found)):
-        raise agreed(InputError(everyone))
-    return check_weights(model, from_main(world, asked), gather)
+        raise mark_agreed(InputError(everyone))
+    return check_weights(model, broadcast_from_main(world, asked), gather)
 
 
 def _read(file: Path, name: str, dtype: Any) -> Any | str:
@@ -192,15 +194,15 @@ def _read(file: Path, name: str, dtype: Any) -> Any | str:
     return values
 
 
-def base_problems(model: Any, base: Base) -> list[str]:
+def check_pretrained(model: Any, base: Pretrained) -> list[str]:
     """Parameters that `base` lacks, or has in another shape or as no plain numbers, and surplus tensors.
 
     Also a tied output head that the file has with other values than the embedding's.
     """
-    from ds_pretrain.models.param_groups import owned_parameters, whole_shape
+    from ds_pretrain.models.param_groups import get_whole_shape, iterate_parameters
 
-    names = _stored_names(model, base)
-    shapes = {name: whole_shape(parameter) for name, _, parameter in owned_parameters(model)}
+    names = _find_stored_names(model, base)
+    shapes = {name: get_whole_shape(parameter) for name, _, parameter in iterate_parameters(model)}
     missing = [f"{name} {list(shapes[name])}" for name, stored in names.items() if not stored]
     other = [
         f"{key} {list(base.tensors[key].shape)}, expected {list(shapes[name])}"
@@ -217,7 +219,8 @@ def base_problems(model: Any, base: Base) -> list[str]:
     used = {key for stored in names.values() for key in stored}
     surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
     problems = [
-        f"model.pretrained: {base.folder} {what} {len(found)} of the model's tensors: {listed(found, _SHOWN)}"
+        f"model.pretrained: {base.folder} {what} {len(found)} of the model's tensors: "
+        f"{join_listed(found, _SHOWN)}"
         for found, what in ((missing, "lacks"), (other, "has in another shape"))
         if found
     ]
@@ -225,34 +228,36 @@ def base_problems(model: Any, base: Base) -> list[str]:
         problems.append(
             f"model.pretrained: {base.folder} has {len(coded)} of the model's tensors as numbers that no "
             f"weights "
-            f"are trained as: {listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model from "
+            f"are trained as: {join_listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model "
+            f"from "
             "before it was quantized"
         )
     if surplus:
         problems.append(
-            f"model.pretrained: {base.folder} has {counted(len(surplus), 'tensor')} that the model of its "
-            f"config.json has no place for: {listed(surplus, _SHOWN)}"
+            f"model.pretrained: {base.folder} has {format_count_of(len(surplus), 'tensor')} that the "
+            f"model of its "
+            f"config.json has no place for: {join_listed(surplus, _SHOWN)}"
         )
     if (missing and surplus) or any("experts" in name for name in missing):
         problems[-1] += "; names have to be those of the model's own code in the installed Transformers"
-    return problems or list(_untied(names, base))
+    return problems or list(_find_untied(names, base))
 
 
-def _stored_names(model: Any, base: Base) -> dict[str, list[str]]:
+def _find_stored_names(model: Any, base: Pretrained) -> dict[str, list[str]]:
     """For each parameter, by its first name: its keys in `base`, of which a tied one may have several."""
-    from ds_pretrain.models.param_groups import owned_parameters
+    from ds_pretrain.models.param_groups import iterate_parameters
 
-    owned = {id(parameter): name for name, _, parameter in owned_parameters(model)}
+    owned = {id(parameter): name for name, _, parameter in iterate_parameters(model)}
     names: dict[str, list[str]] = {name: [] for name in owned.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for key in _spellings(model, name):
+        for key in _list_spellings(model, name):
             if key in base.tensors and key not in names[owned[id(parameter)]]:
                 names[owned[id(parameter)]].append(key)
                 break
     return names
 
 
-def _spellings(model: Any, name: str) -> Iterator[str]:
+def _list_spellings(model: Any, name: str) -> Iterator[str]:
     """A name as the whole model has it, and as a file of its bare body does."""
     yield name
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -261,11 +266,11 @@ def _spellings(model: Any, name: str) -> Iterator[str]:
 
 
 def _is_computed(model: Any, key: str) -> bool:
-    buffers = {spelling for name, _ in model.named_buffers() for spelling in _spellings(model, name)}
+    buffers = {spelling for name, _ in model.named_buffers() for spelling in _list_spellings(model, name)}
     return key in buffers or _COMPUTED.search(key) is not None
 
 
-def _untied(names: dict[str, list[str]], base: Base) -> Iterator[str]:
+def _find_untied(names: dict[str, list[str]], base: Pretrained) -> Iterator[str]:
     from safetensors import safe_open
 
     for first, *others in (stored for stored in names.values() if len(stored) > 1):

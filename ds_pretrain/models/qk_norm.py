@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import counted
-from ds_pretrain.models.config_check import QK_NORM_ADDABLE, qk_norm_problem
+from ds_pretrain.core.text import format_count_of
+from ds_pretrain.models.config_check import QK_NORM_ADDABLE, check_qk_norm
 
 _NATIVE_NAMES = ("q_norm", "q_layernorm", "query_layernorm")
 
@@ -29,7 +29,7 @@ def ensure_qk_norm(model: nn.Module, config_json: dict[str, Any]) -> str:
         InputError: the family cannot have it.
     """
     family = config_json["model_type"]
-    if family not in QK_NORM_ADDABLE and (problem := qk_norm_problem(config_json)):
+    if family not in QK_NORM_ADDABLE and (problem := check_qk_norm(config_json)):
         raise InputError(problem)
     if has_qk_norm(model):
         return f"native to {family}"
@@ -39,7 +39,7 @@ def ensure_qk_norm(model: nn.Module, config_json: dict[str, Any]) -> str:
             f'model.qk_norm = true: this "{family}" config built no layer with queries and keys; '
             "set qk_norm = false"
         )
-    return f"per-head RMSNorm before the rotary embedding, added to {counted(num_layers, 'layer')}"
+    return f"per-head RMSNorm before the rotary embedding, added to {format_count_of(num_layers, 'layer')}"
 
 
 def has_qk_norm(model: nn.Module) -> bool:

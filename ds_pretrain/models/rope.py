@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, model_config
+from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, build_model_config
 
 SUFFIX = "inv_freq"
 _CONFIG_KEYS = (
@@ -36,9 +36,9 @@ def restore_rotary(module: nn.Module, device: str | None = None) -> int:
     a changed `rope_parameters`.
     """
     num_restored = 0
-    for rotary in rotary_modules(module):
-        fresh = _built_anew(rotary)
-        for name, table in _tables_of(fresh):
+    for rotary in find_rotary_modules(module):
+        fresh = _rebuild(rotary)
+        for name, table in _get_tables(fresh):
             where = device or getattr(rotary, name).device
             setattr(rotary, name, table.to(device=where, dtype=torch.float32))
             num_restored += 1
@@ -48,13 +48,13 @@ def restore_rotary(module: nn.Module, device: str | None = None) -> int:
     return num_restored
 
 
-def rotary_problems(module: nn.Module) -> list[str]:
+def check_rotary_tables(module: nn.Module) -> list[str]:
     """Rotary tables of `module` that are not in fp32, or not what its config makes."""
     names = {id(part): name for name, part in module.named_modules()}
     problems = []
-    for rotary in rotary_modules(module):
-        fresh = dict(_tables_of(_built_anew(rotary)))
-        for key, table in _tables_of(rotary):
+    for rotary in find_rotary_modules(module):
+        fresh = dict(_get_tables(_rebuild(rotary)))
+        for key, table in _get_tables(rotary):
             name = f"{names[id(rotary)]}.{key}"
             if table.dtype != torch.float32:
                 problems.append(
@@ -66,27 +66,27 @@ def rotary_problems(module: nn.Module) -> list[str]:
     return problems
 
 
-def rotary_modules(module: nn.Module) -> Iterator[Any]:
+def find_rotary_modules(module: nn.Module) -> Iterator[Any]:
     """The modules that hold rotary frequencies."""
-    return (candidate for candidate in module.modules() if next(_tables_of(candidate), None))
+    return (candidate for candidate in module.modules() if next(_get_tables(candidate), None))
 
 
-def _tables_of(rotary: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _get_tables(rotary: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((key, table) for key, table in rotary.named_buffers(recurse=False) if key.endswith(SUFFIX))
 
 
-def _built_anew(rotary: nn.Module) -> nn.Module:
+def _rebuild(rotary: nn.Module) -> nn.Module:
     kind = type(rotary)
     arguments: dict[str, Any] = {"config": rotary.config}
     if "layer_type" in inspect.signature(kind.__init__).parameters:
         arguments["layer_type"] = getattr(rotary, "layer_type", None)
-    with torch.device("cpu"), default_dtype(torch.float32):
+    with torch.device("cpu"), use_default_dtype(torch.float32):
         fresh: nn.Module = kind(**arguments)
     return fresh
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Inside it, newly made floating tensors have `dtype` unless they say otherwise."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -107,22 +107,22 @@ def apply_rope(module: nn.Module, config: Mapping[str, Any]) -> int:
             more than rotary positions would change; or the tables do not follow.
     """
     live: Any = module.config
-    new = model_config(json.dumps(dict(config)))
-    if _rope_fields(new) == _rope_fields(live):
+    new = build_model_config(json.dumps(dict(config)))
+    if _get_rope_fields(new) == _get_rope_fields(live):
         return 0
     _refuse_unless_possible(module, new)
-    changed, was = deepcopy(live), _rotary_state(module)
+    changed, was = deepcopy(live), _get_rotary_state(module)
     changes_rope = live.rope_parameters != new.rope_parameters
     _copy_fields(new, changed)
-    before, after = _on_meta(live), _on_meta(changed)
+    before, after = _build_on_meta(live), _build_on_meta(changed)
     _refuse_other_shapes(before, after, new.model_type)
-    for own in _configs(module):
+    for own in _find_configs(module):
         _copy_fields(new, own)
     _copy_attributes(before, after, module)
     num_tables = restore_rotary(module)
-    if problems := rotary_problems(module):
+    if problems := check_rotary_tables(module):
         raise InputError(problems)
-    if changes_rope and _rotary_state(module) == was:
+    if changes_rope and _get_rotary_state(module) == was:
         raise InputError(
             f'"{new.model_type}" computes the same rotary positions under {new.rope_parameters} as before; '
             "raise theta, or choose another model"
@@ -130,35 +130,35 @@ def apply_rope(module: nn.Module, config: Mapping[str, Any]) -> int:
     return num_tables
 
 
-def _rotary_state(module: nn.Module) -> list[Any]:
+def _get_rotary_state(module: nn.Module) -> list[Any]:
     """All that rotary modules turn by."""
     return [
         (
-            [table.tolist() for _, table in _tables_of(rotary)],
+            [table.tolist() for _, table in _get_tables(rotary)],
             [value for name, value in vars(rotary).items() if name.endswith("attention_scaling")],
         )
-        for rotary in rotary_modules(module)
+        for rotary in find_rotary_modules(module)
     ]
 
 
-def _configs(module: nn.Module) -> list[Any]:
+def _find_configs(module: nn.Module) -> list[Any]:
     """Each config that a part of the model reads, once."""
     found = (getattr(part, "config", None) for part in module.modules())
     return [*{id(config): config for config in found if config is not None}.values()]
 
 
-def _rope_fields(config: Any) -> dict[str, Any]:
+def _get_rope_fields(config: Any) -> dict[str, Any]:
     return {key: getattr(config, key) for key in _CONFIG_KEYS if hasattr(config, key)}
 
 
 def _copy_fields(source: Any, target: Any) -> None:
-    for key, value in _rope_fields(source).items():
+    for key, value in _get_rope_fields(source).items():
         setattr(target, key, deepcopy(value))
 
 
 def _refuse_unless_possible(module: Any, new: Any) -> None:
     """No tables, or a kind that cannot change in a run."""
-    if next(rotary_modules(module), None) is None:
+    if next(find_rotary_modules(module), None) is None:
         raise InputError(
             f'"{module.config.model_type}" has no rotary tables; remove rope from the phases, or choose a '
             'family that has them, such as "llama" or "qwen3"'
@@ -186,7 +186,7 @@ def _refuse_other_shapes(before: nn.Module, after: nn.Module, family: str) -> No
             )
 
 
-def _on_meta(config: Any) -> nn.Module:
+def _build_on_meta(config: Any) -> nn.Module:
     """The model without memory, for what its constructors make of a config."""
     try:
         with torch.device("meta"), no_init_weights():
@@ -204,13 +204,13 @@ def _copy_attributes(before: nn.Module, after: nn.Module, live: nn.Module) -> No
     modules = dict(live.named_modules())
     olds = dict(before.named_modules())
     for name, new in after.named_modules():
-        was = dict(_plain_attributes(olds[name]))
-        for key, value in _plain_attributes(new):
+        was = dict(_list_plain_attributes(olds[name]))
+        for key, value in _list_plain_attributes(new):
             if key not in was or was[key] != value:
                 setattr(modules[name], key, deepcopy(value))
 
 
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _list_plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         if not key.startswith("_") and isinstance(value, int | float | str | dict | list | tuple | None):
             yield key, value

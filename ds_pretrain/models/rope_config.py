@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any
 
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.core.jsonl import shown
+from ds_pretrain.core.jsonl import show_value
 from ds_pretrain.models.config_check import FOLLOWS_THE_LENGTH, read_config
 
 FULL_ATTENTION = "full_attention"
@@ -56,7 +56,7 @@ class RopeState:
     others: Mapping[str, Any]  # the tables of other kinds of layers; empty if one table is for all
 
 
-def phase_models(
+def build_phase_models(
     model: Mapping[str, Any], phases: Iterable[tuple[str, RopeSection | None, int]]
 ) -> dict[str, dict[str, Any]]:
     """The config of each phase, by name: that of the phase before, with its own rotary positions and length.
@@ -65,24 +65,28 @@ def phase_models(
     """
     configs, config = {}, dict(model)
     for name, rope, seq_len in phases:
-        config = with_rope(config, rope, seq_len)
+        config = build_rope_config(config, rope, seq_len)
         configs[name] = config
     return configs
 
 
-def with_rope(model: Mapping[str, Any], rope: RopeSection | None, seq_len: int) -> dict[str, Any]:
+def build_rope_config(model: Mapping[str, Any], rope: RopeSection | None, seq_len: int) -> dict[str, Any]:
     """The model config of a phase that has `rope` and sequences of `seq_len`; `model` is the phase's before.
 
     What `rope` does not name stays as it was. Positions become at least `seq_len`. A scaling keeps the length
     that it extends: what the phase names, else what the config has, else the positions before this change.
     `low_freq_factor` and `high_freq_factor` of llama3 are Llama 3.1's 1 and 4 unless given.
-    A family without rotary positions comes back as it is. Expects that `rope_change_problems` found none.
+    A family without rotary positions comes back as it is. Expects that `check_rope_change` found none.
     """
     new: dict[str, Any] = deepcopy(dict(model))
     if not has_rope(model):
         return new
-    before = rope_state(model)
-    table = _changed_table(before, rope) if rope is not None and rope.model_fields_set else dict(before.table)
+    before = read_rope_state(model)
+    table = (
+        _build_changed_table(before, rope)
+        if rope is not None and rope.model_fields_set
+        else dict(before.table)
+    )
     keeps_length = False
     if before.num_positions is not None and seq_len > before.num_positions:
         new[_POSITIONS] = seq_len
@@ -100,7 +104,7 @@ def describe_rope(model: Mapping[str, Any]) -> str:
     """One line: kind, theta, factor, the length that is extended, positions."""
     if not has_rope(model):
         return "no rotary positions"
-    state = rope_state(model)
+    state = read_rope_state(model)
     words = [f"{state.kind}, theta {state.theta:,.10g}"]
     if state.factor is not None:
         base = state.original_max_position_embeddings or (
@@ -120,7 +124,7 @@ def has_rope(model: Mapping[str, Any]) -> bool:
     return bool(getattr(parsed, "rope_parameters", None))
 
 
-def rope_state(model: Mapping[str, Any]) -> RopeState:
+def read_rope_state(model: Mapping[str, Any]) -> RopeState:
     """The rotary positions that `model` gives, as Transformers reads them."""
     parsed = read_config(model)
 
@@ -143,7 +147,7 @@ def rope_state(model: Mapping[str, Any]) -> RopeState:
     )
 
 
-def rope_change_problems(
+def check_rope_change(
     model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
 ) -> list[str]:
     """Why a phase cannot have this rope and length on this model config; empty if it can.
@@ -157,39 +161,39 @@ def rope_change_problems(
             f'{where}: "{model.get("model_type")}" has no rotary positions to change; remove it, or choose a '
             'family that has them, such as "llama" or "qwen3"'
         ]
-    before = rope_state(model)
+    before = read_rope_state(model)
     if rope is None:
-        return [*_length_problems(model, rope, seq_len, where)]
-    if (problem := _layout_problem(model, before)) is not None:
+        return [*_check_length(model, rope, seq_len, where)]
+    if (problem := _check_layout(model, before)) is not None:
         return [f"{where}: {problem}"]
     kind = rope.kind or before.kind
     problems = [
-        *_value_problems(rope.theta, rope.factor, f"{where}.theta", f"{where}.factor"),
-        *_foreign_keys(rope, kind, where),
-        *_factor_problems(rope, before, kind, seq_len, where),
-        *_original_length_problems(rope, before, where),
+        *_check_values(rope.theta, rope.factor, f"{where}.theta", f"{where}.factor"),
+        *_check_foreign_keys(rope, kind, where),
+        *_check_factor(rope, before, kind, seq_len, where),
+        *_check_original_length(rope, before, where),
     ]
-    return problems or [*_length_problems(model, rope, seq_len, where)]
+    return problems or [*_check_length(model, rope, seq_len, where)]
 
 
-def rope_value_problems(model: Mapping[str, Any], name: str) -> list[str]:
+def check_rope_values(model: Mapping[str, Any], name: str) -> list[str]:
     """Rotary parameters of a model config that no fp32 table holds; `name` names the file."""
     if not has_rope(model):
         return []
     try:
-        state = rope_state(model)
+        state = read_rope_state(model)
         factor = None if state.factor is None else float(state.factor)
     except (AttributeError, TypeError, ValueError):
         keys = ("rope_theta", "rope_scaling", "rope_parameters")
         found = {key: model[key] for key in keys if key in model}
-        return [f"{name}: rotary parameters should be numbers, found {shown(found)}"]
-    problems = [*_value_problems(state.theta, factor, f'{name}: "rope_theta"', f'{name}: "factor"')]
+        return [f"{name}: rotary parameters should be numbers, found {show_value(found)}"]
+    problems = [*_check_values(state.theta, factor, f'{name}: "rope_theta"', f'{name}: "factor"')]
     if factor is not None and factor < 1:
         problems.append(f'{name}: "factor" = {factor:g} of rotary positions; expected a number of at least 1')
     return problems
 
 
-def rope_change_warnings(
+def warn_of_rope_change(
     model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
 ) -> list[str]:
     """What is allowed and seldom meant: sequences beyond the model's positions with nothing done for them.
@@ -199,7 +203,7 @@ def rope_change_warnings(
     """
     if not has_rope(model):
         return []
-    before, after = rope_state(model), rope_state(with_rope(model, rope, seq_len))
+    before, after = read_rope_state(model), read_rope_state(build_rope_config(model, rope, seq_len))
     if after.theta < before.theta:
         return [
             f"{where}: theta falls from {before.theta:,.10g} to {after.theta:,.10g}: every frequency that "
@@ -218,7 +222,7 @@ def rope_change_warnings(
     ]
 
 
-def _changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
+def _build_changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
     """The table after the change: another kind replaces the scaling, the same kind goes on with it."""
     kind = rope.kind or before.kind
     kept = () if kind == before.kind else _SCALING_KEYS
@@ -239,7 +243,7 @@ def _changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
     return table
 
 
-def _layout_problem(model: Mapping[str, Any], read: RopeState) -> str | None:
+def _check_layout(model: Mapping[str, Any], read: RopeState) -> str | None:
     """Why a change cannot be put into this config, or None if it can."""
     if model.get("rope_parameters") and model.get("rope_scaling"):
         return 'the model config has both "rope_parameters" and "rope_scaling"; keep the first alone'
@@ -265,7 +269,7 @@ def _layout_problem(model: Mapping[str, Any], read: RopeState) -> str | None:
     return None
 
 
-def _value_problems(
+def _check_values(
     theta: float | None, factor: float | None, theta_name: str, factor_name: str
 ) -> Iterator[str]:
     """A base or a factor for which there are no sound tables."""
@@ -278,7 +282,7 @@ def _value_problems(
         yield f"{factor_name} = {factor:g}: expected at most {MOST_FACTOR:g}, how many times longer it gets"
 
 
-def _foreign_keys(rope: RopeSection, kind: str, where: str) -> Iterator[str]:
+def _check_foreign_keys(rope: RopeSection, kind: str, where: str) -> Iterator[str]:
     """Keys that the kind does not read."""
     for key in _SCALING_FIELDS:
         if getattr(rope, key) is not None and key not in _KEYS_OF.get(kind, ()):
@@ -287,9 +291,7 @@ def _foreign_keys(rope: RopeSection, kind: str, where: str) -> Iterator[str]:
             yield f"{where}.{key} does not belong to {whose}; remove it, or set kind = {' or '.join(takers)}"
 
 
-def _factor_problems(
-    rope: RopeSection, before: RopeState, kind: str, seq_len: int, where: str
-) -> Iterator[str]:
+def _check_factor(rope: RopeSection, before: RopeState, kind: str, seq_len: int, where: str) -> Iterator[str]:
     """A scaling without its numbers, or with numbers that contradict one another."""
     base = (
         rope.original_max_position_embeddings
@@ -299,7 +301,11 @@ def _factor_problems(
     if kind in _EXTENDS and rope.factor is None and (kind != before.kind or before.factor is None):
         yield (
             f'{where}: kind = "{kind}" needs a factor'
-            + (f"; the smallest for seq_len {seq_len:,} is {_smallest(seq_len, base)}" if base else "")
+            + (
+                f"; the smallest for seq_len {seq_len:,} is {_format_smallest_factor(seq_len, base)}"
+                if base
+                else ""
+            )
         )
     if kind in _EXTENDS and not base:
         yield (
@@ -317,7 +323,7 @@ def _factor_problems(
             )
 
 
-def _original_length_problems(rope: RopeSection, before: RopeState, where: str) -> Iterator[str]:
+def _check_original_length(rope: RopeSection, before: RopeState, where: str) -> Iterator[str]:
     """A scaling that starts from another length than the model had."""
     had = before.original_max_position_embeddings or before.num_positions
     if (
@@ -335,12 +341,12 @@ def _original_length_problems(rope: RopeSection, before: RopeState, where: str) 
     )
 
 
-def _length_problems(
+def _check_length(
     model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
 ) -> Iterator[str]:
     """A scaling that does not reach the length, or that another number of positions would change."""
-    before = rope_state(model)
-    after = rope_state(with_rope(model, rope, seq_len))
+    before = read_rope_state(model)
+    after = read_rope_state(build_rope_config(model, rope, seq_len))
     longer = before.num_positions is not None and seq_len > before.num_positions
     if after.kind in FOLLOWS_THE_LENGTH and (longer or (rope and rope.model_fields_set)):
         yield (
@@ -358,7 +364,7 @@ def _length_problems(
             f"{where}: factor {after.factor:g} x {after.original_max_position_embeddings:,} original "
             f"positions = "
             f"{reach:,.10g} are fewer than seq_len = {seq_len:,}; the smallest factor that does is "
-            f"{_smallest(seq_len, after.original_max_position_embeddings)}"
+            f"{_format_smallest_factor(seq_len, after.original_max_position_embeddings)}"
         )
 
 
@@ -368,6 +374,6 @@ def _reach(state: RopeState) -> float:
     return state.factor * base if state.kind in _EXTENDS and state.factor and base else 0
 
 
-def _smallest(seq_len: int, original_max_position_embeddings: int) -> str:
+def _format_smallest_factor(seq_len: int, original_max_position_embeddings: int) -> str:
     """The smallest factor that reaches `seq_len`, rounded up to a thousandth."""
     return f"{ceil(seq_len / original_max_position_embeddings * 1000 - 1e-9) / 1000:.10g}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_pretrain.core.files import sync_file, write_atomic
 from ds_pretrain.core.jsonl import JsonLines, read_metrics, read_metrics_backwards
-from ds_pretrain.core.text import count, counted, loss_plot, plain_words
+from ds_pretrain.core.text import draw_loss_plot, format_count, format_count_of, format_plain
 
 INCIDENTS = "incidents.jsonl"
 PAGE = "LOGBOOK.md"
@@ -116,7 +116,7 @@ class Logbook:
     def _count(self, record: Record) -> None:
         self._counts[str(record.get("event"))] += 1
         if isinstance(number := record.get("incident"), int):
-            ended = _outcome(record)
+            ended = _describe_outcome(record)
             if ended != "open" or number not in self._outcomes:
                 self._outcomes[number] = ended
 
@@ -148,7 +148,7 @@ class Logbook:
 
     def _make_page(self) -> None:
         self._tried_at = self._clock()  # first: a disk that refuses is not asked again with each step
-        in_full = _in_full(self._outcomes)
+        in_full = _select_incidents(self._outcomes)
         newest = [
             record
             if record.get("incident") in in_full
@@ -159,7 +159,7 @@ class Logbook:
         self._page_is_old = False
 
 
-def _in_full(numbers: Iterable[int]) -> Sequence[int]:
+def _select_incidents(numbers: Iterable[int]) -> Sequence[int]:
     """The incidents that a page tells in full, the newest first."""
     return sorted(numbers, reverse=True)[:_IN_FULL]
 
@@ -172,67 +172,74 @@ def render(
     for record in newest[::-1]:
         if isinstance(number := record.get("incident"), int):
             incidents.setdefault(number, []).append(record)
-    in_full = _in_full(incidents)
-    parts = list(_head(newest, run_name, counts, outcomes))
+    in_full = _select_incidents(incidents)
+    parts = list(_format_head(newest, run_name, counts, outcomes))
     for number in in_full:
-        parts += [f"## Incident {number}", *_incident(incidents[number], outcomes[number])]
+        parts += [f"## Incident {number}", *_format_incident(incidents[number], outcomes[number])]
     if older := sorted(incidents.keys() - set(in_full), reverse=True):
         parts.append("## Older incidents")
-        parts.append(_block(*(f"{n}: {_title(incidents[n])}; {outcomes[n]}" for n in older)))
-    events = list(_events([record for record in newest[::-1] if "incident" not in record]))[::-1]
+        parts.append(_format_block(*(f"{n}: {_format_title(incidents[n])}; {outcomes[n]}" for n in older)))
+    events = list(_format_events([record for record in newest[::-1] if "incident" not in record]))[::-1]
     if events:
-        parts += ["## Events", _block(*events[:_MOST_EVENTS])]
+        parts += ["## Events", _format_block(*events[:_MOST_EVENTS])]
     if len(newest) < sum(counts.values()) or len(events) > _MOST_EVENTS:
         parts.append("What is older is in incidents.jsonl.")
     return "\n\n".join(parts) + "\n"
 
 
-def _head(
+def _format_head(
     newest: Sequence[Record], run_name: str, counts: Mapping[str, int], outcomes: Mapping[int, str]
 ) -> Iterator[str]:
-    yield f"# Logbook of {_line(run_name)}"
+    yield f"# Logbook of {_format_line(run_name)}"
     yield (
         "Generated from incidents.jsonl and written anew with each event: what you write here is lost, "
         "your own notes belong in another file. Newest first; times are UTC."
     )
-    yield f"**Now: {_now(newest, outcomes)}**"
+    yield f"**Now: {_format_now(newest, outcomes)}**"
     num_open = sum(one == "open" for one in outcomes.values())
     num_starts = sum(counts.get(kind, 0) for kind in _STARTS)
     yield (
-        f"{counted(len(outcomes), 'incident')} ({num_open:,} open); {counted(num_starts, 'start')}; "
-        f"{counted(counts.get('skipped_update', 0), 'skipped update')}, "
-        f"{counted(counts.get('save_failed', 0), 'failed save')}."
+        f"{format_count_of(len(outcomes), 'incident')} ({num_open:,} open); "
+        f"{format_count_of(num_starts, 'start')}; "
+        f"{format_count_of(counts.get('skipped_update', 0), 'skipped update')}, "
+        f"{format_count_of(counts.get('save_failed', 0), 'failed save')}."
     )
-    last = _last(newest, *_STARTS, "needs_operator")
+    last = _find_last(newest, *_STARTS, "needs_operator")
     if last is not None and last["event"] == "needs_operator":
-        yield _block(*str(last.get("diagnosis") or last.get("reason")).splitlines())
+        yield _format_block(*str(last.get("diagnosis") or last.get("reason")).splitlines())
 
 
-def _now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
+def _format_now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
     """Where the run stood when the last record was written."""
-    last = _last(newest, *_STARTS, *_ENDS)
+    last = _find_last(newest, *_STARTS, *_ENDS)
     if last is None:
-        return f"running, {_when(newest[0])}." if newest else "nothing has happened yet."
+        return f"running, {_format_time(newest[0])}." if newest else "nothing has happened yet."
     if last["event"] == "needs_operator":
-        return f"NEEDS A PERSON ({_where(last)}); do not just start it again. The diagnosis:"
+        return f"NEEDS A PERSON ({_format_place(last)}); do not just start it again. The diagnosis:"
     if last["event"] in _ENDS:
-        return f"{'finished' if last['event'] == 'finish' else 'stopped on request'} ({_where(last)})."
+        return f"{'finished' if last['event'] == 'finish' else 'stopped on request'} ({_format_place(last)})."
     if outcomes and outcomes[max(outcomes)] == "open":
         return f"recovering from incident {max(outcomes)}."
-    saved = _last(newest, "save_failed", "checkpoint", *_STARTS) or last
+    saved = _find_last(newest, "save_failed", "checkpoint", *_STARTS) or last
     if saved["event"] == "save_failed":
-        return f"SAVES FAIL ({_where(saved)}): {_line(saved.get('problem'))}"
-    said = _last(newest, "watchdog", "outcome", *_STARTS) or last
+        return f"SAVES FAIL ({_format_place(saved)}): {_format_line(saved.get('problem'))}"
+    said = _find_last(newest, "watchdog", "outcome", *_STARTS) or last
     if said["event"] == "watchdog" and said.get("action") != "ok":
-        return f"no response open; the watchdog last saw ({_when(said)}): {_line(said.get('message'))}"
-    return f"healthy since {_when(_last(newest, 'watchdog', 'skipped_update', 'outcome', *_STARTS) or last)}."
+        return (
+            f"no response open; the watchdog last saw ({_format_time(said)}): "
+            f"{_format_line(said.get('message'))}"
+        )
+    return (
+        f"healthy since "
+        f"{_format_time(_find_last(newest, 'watchdog', 'skipped_update', 'outcome', *_STARTS) or last)}."
+    )
 
 
-def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
+def _format_events(oldest_first: Sequence[Record]) -> Iterator[str]:
     """A line for each, in their order; dropped updates, and verdicts of one kind, in a row are one line."""
     start: Record | None = None
     has_ended = True  # the start before had a last word
-    for _, group in groupby(enumerate(oldest_first), key=_row):
+    for _, group in groupby(enumerate(oldest_first), key=_group_key):
         records = [record for _, record in group]
         last, note = records[-1], ""
         kind = last.get("event")
@@ -243,10 +250,10 @@ def _events(oldest_first: Sequence[Record]) -> Iterator[str]:
             start = last
         has_ended = kind in _ENDS or (has_ended and kind not in _STARTS)
         since = f"{len(records):,} times since step {records[0].get('step'):,}, " if len(records) > 1 else ""
-        yield f"{_where(last)}: {since}{_words(last)}{note}"
+        yield f"{_format_place(last)}: {since}{_describe_event(last)}{note}"
 
 
-def _row(numbered: tuple[int, Record]) -> tuple[Any, ...]:
+def _group_key(numbered: tuple[int, Record]) -> tuple[Any, ...]:
     """What records in a row share that are one line; others share nothing."""
     index, record = numbered
     small = record.get("event") in ("skipped_update", "watchdog")
@@ -254,116 +261,128 @@ def _row(numbered: tuple[int, Record]) -> tuple[Any, ...]:
     return tuple(shared) if small else (index,)
 
 
-def _words(record: Record) -> str:
+def _describe_event(record: Record) -> str:
     """An event that belongs to no incident, without its time and place."""
     kind = record.get("event")
     if kind in _STARTS:
         size, begun = record.get("world_size"), record.get("checkpoint")
-        ranks = "" if size is None else f", {counted(size, 'rank')}"
-        return f"{kind}{ranks}{'' if begun is None else f', from {_line(begun)}'}"
+        ranks = "" if size is None else f", {format_count_of(size, 'rank')}"
+        return f"{kind}{ranks}{'' if begun is None else f', from {_format_line(begun)}'}"
     if kind in _WORDS:
         return _WORDS[kind]
     if kind == "skipped_update":
-        return f"update dropped for {_plain(record.get('cause'))}"
+        return f"update dropped for {_format_plain(record.get('cause'))}"
     if kind == "save_failed":
-        return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_line(record.get('problem'))}"
+        return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_format_line(record.get('problem'))}"
     if kind == "config_changed":
-        old, new = _line(record.get("old")), _line(record.get("new"))
-        return f"{_line(record.get('field'))} changed: {old} before, {new} from this start on"
+        old, new = _format_line(record.get("old")), _format_line(record.get("new"))
+        return f"{_format_line(record.get('field'))} changed: {old} before, {new} from this start on"
     if kind == "watchdog":
         action = {"ok": "healed", "watch": "watched"}.get(record["action"], "to roll back for")
-        return f"{_plain(record.get('trouble'))}, {action}: {_line(record.get('message'))}"
-    return f"{_line(kind)}: {_line(record.get('message'))}"
+        return f"{_format_plain(record.get('trouble'))}, {action}: {_format_line(record.get('message'))}"
+    return f"{_format_line(kind)}: {_format_line(record.get('message'))}"
 
 
-def _outcome(record: Record) -> str:
+def _describe_outcome(record: Record) -> str:
     """How an incident has ended, as far as this record of it tells."""
     if record.get("event") == "needs_operator":
         return "needs a person"
-    return _plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
+    return _format_plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
 
 
-def _title(records: Sequence[Record]) -> str:
+def _format_title(records: Sequence[Record]) -> str:
     """When an incident was decided upon, its trouble, and what was done."""
     first = records[0]
     since = "" if first.get("onset") is None else f" since step {first['onset']:,}"
-    trouble = _plain(first["trouble"]) if first.get("trouble") else "trouble that was not written down"
+    trouble = _format_plain(first["trouble"]) if first.get("trouble") else "trouble that was not written down"
     done = f"; {first['response']}" if "response" in first else ""
-    return f"{_where(first)}: {trouble}{since}{done}"
+    return f"{_format_place(first)}: {trouble}{since}{done}"
 
 
-def _incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
+def _format_incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
     """The paragraphs of an incident, in the order in which things happened."""
-    yield f"{_title(records)}. Outcome: **{outcome}**."
+    yield f"{_format_title(records)}. Outcome: **{outcome}**."
     for record in records:
         kind = record.get("event")
         if kind in ("rollback", "needs_operator"):
-            yield from _decision(record)
+            yield from _format_decision(record)
         elif kind == "high_loss_samples":
-            yield from _suspects(record)
+            yield from _format_high_loss_samples(record)
         elif kind == "replay_compared":
-            yield _compared(record)
+            yield _format_comparison(record)
         elif kind == "outcome":
-            yield f"Ended ({_where(record)}): {_outcome(record)}: {_line(record.get('message'))}."
+            yield (
+                f"Ended ({_format_place(record)}): {_describe_outcome(record)}: "
+                f"{_format_line(record.get('message'))}."
+            )
 
 
-def _decision(record: Record) -> Iterator[str]:
+def _format_decision(record: Record) -> Iterator[str]:
     """What was seen, what was decided, and what is skipped for it."""
-    yield f"Seen: {_line(record.get('message'))}."
-    if plot := _curve_plot(record):
-        yield _block(*plot.splitlines())
-    if worst := worst_rank(record):
+    yield f"Seen: {_format_line(record.get('message'))}."
+    if plot := _draw_curve(record):
+        yield _format_block(*plot.splitlines())
+    if worst := describe_worst_rank(record):
         yield worst
     to_step = f"step {record['to_step']:,}" if record.get("to_step") is not None else "no checkpoint"
     if record.get("event") == "needs_operator":
         yield (
-            f"Decided: **a person is needed**: {_line(record.get('reason'))}; the next start goes on from "
+            f"Decided: **a person is needed**: {_format_line(record.get('reason'))}; the next start goes "
+            f"on from "
             f"{to_step}."
         )
-        yield _block(*str(record.get("diagnosis")).splitlines())
+        yield _format_block(*str(record.get("diagnosis")).splitlines())
         return
-    yield f"Decided: **{record.get('response')}**, back to {to_step}: {_line(record.get('reason'))}."
-    yield _skipped(record.get("skipped"))
+    yield f"Decided: **{record.get('response')}**, back to {to_step}: {_format_line(record.get('reason'))}."
+    yield _format_skipped(record.get("skipped"))
 
 
-def _skipped(skipped: Record | None) -> str:
+def _format_skipped(skipped: Record | None) -> str:
     if not skipped:
         return "Skipped: no data."
     sources = skipped.get("samples", {})
-    named = ", ".join(f"{sum(map(len, ids.values())):,} of {_line(name)}" for name, ids in sources.items())
+    named = ", ".join(
+        f"{sum(map(len, ids.values())):,} of {_format_line(name)}" for name, ids in sources.items()
+    )
     return (
-        f"Skipped: {counted(skipped['num_samples'], 'sample')} ({named}) of phase {_line(skipped['phase'])}, "
+        f"Skipped: {format_count_of(skipped['num_samples'], 'sample')} ({named}) of phase "
+        f"{_format_line(skipped['phase'])}, "
         f"draws {skipped['start']:,} to {skipped['stop'] - 1:,}. The exact ids are in incidents.jsonl; "
         "`ds-pretrain audit RUN --skipped` lists them."
     )
 
 
-def _suspects(record: Record) -> Iterator[str]:
+def _format_high_loss_samples(record: Record) -> Iterator[str]:
     samples = record.get("samples") or []
     yield (
-        f"Suspects: of the offending batches, {counted(len(samples), 'sample')} with the highest loss under "
+        f"Suspects: of the offending batches, {format_count_of(len(samples), 'sample')} with the highest "
+        f"loss under "
         "the weights gone back to."
     )
     lines = [
-        f"loss {one['loss']:.4g}  {_line(one['source'])}, documents {_line(one['documents'])}, sample "
-        f"{one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  {_line(one['text'], 120)}"
+        f"loss {one['loss']:.4g}  {_format_line(one['source'])}, documents "
+        f"{_format_line(one['documents'])}, sample "
+        f"{one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  {_format_line(one['text'], 120)}"
         for one in samples[:_MOST_SUSPECTS]
     ]
     if samples:
-        yield _block(*lines)
+        yield _format_block(*lines)
 
 
-def _compared(record: Record) -> str:
-    said = f"Replayed ({_when(record)}): **{_plain(record.get('finding'))}**: {_line(record.get('message'))}."
+def _format_comparison(record: Record) -> str:
+    said = (
+        f"Replayed ({_format_time(record)}): **{_format_plain(record.get('finding'))}**: "
+        f"{_format_line(record.get('message'))}."
+    )
     if (first := record.get("first_difference")) is not None:
         said += f" First difference at step {first:,}."
     for name in ("ranks", "hosts"):
         if found := record.get(name):
-            said += f" {name.title()}: {_line(found)}."
+            said += f" {name.title()}: {_format_line(found)}."
     return said
 
 
-def _curve_plot(record: Record) -> str | None:
+def _draw_curve(record: Record) -> str | None:
     """The record's `curve` as a small picture; None if it has none."""
     onset, decided = record.get("onset"), record.get("step")
     points = [(int(step), float(loss)) for step, loss in record.get("curve") or ()]
@@ -379,10 +398,10 @@ def _curve_plot(record: Record) -> str | None:
 
     marks = [mark(*point) for point in points]
     legend = {mark: meaning for mark, meaning in _LEGEND.items() if mark in marks}
-    return loss_plot(points, marks, legend, _WIDTH, _HEIGHT)
+    return draw_loss_plot(points, marks, legend, _WIDTH, _HEIGHT)
 
 
-def worst_rank(record: Record) -> str | None:
+def describe_worst_rank(record: Record) -> str | None:
     """Which rank stood out most at a step of the trouble, and on which host; None for one rank or unknown.
 
     That is the first rank without a finite loss, else the one furthest above the median of the others. Of
@@ -414,32 +433,33 @@ def worst_rank(record: Record) -> str | None:
     others = [loss for at, loss in enumerate(losses) if at != reader and math.isfinite(loss)]
     usual = f"the median of the others was {median(others):.4g}" if others else "no other is finite"
     return (
-        f"At step {step:,} {who}{f' on {_line(hosts)}' if hosts else ''} stood out most of {len(losses):,} "
+        f"At step {step:,} {who}{f' on {_format_line(hosts)}' if hosts else ''} stood out most of "
+        f"{len(losses):,} "
         f"{ranks}, with a loss of {losses[reader]:.4g}; {usual}."
     )
 
 
-def _last(newest: Sequence[Record], *kinds: str) -> Record | None:
+def _find_last(newest: Sequence[Record], *kinds: str) -> Record | None:
     return next((record for record in newest if record.get("event") in kinds), None)
 
 
-def _plain(value: Any) -> str:
-    return _PLAIN.get(value, _line(value)) if isinstance(value, str) else "cause not recorded"
+def _format_plain(value: Any) -> str:
+    return _PLAIN.get(value, _format_line(value)) if isinstance(value, str) else "cause not recorded"
 
 
-def _line(value: Any, longest: int = 300) -> str:
+def _format_line(value: Any, longest: int = 300) -> str:
     """`value` as printable characters in one line, without a full stop, cut after `longest`."""
-    text = plain_words(value)
+    text = format_plain(value)
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:longest]).split())
     return line.removesuffix(".") if len(text) <= longest else f"{line}..."
 
 
-def _block(*lines: str) -> str:
+def _format_block(*lines: str) -> str:
     """Lines as a code block that nothing in them can end."""
     return "\n".join("    " + "".join(c if c.isprintable() else " " for c in line[:1000]) for line in lines)
 
 
-def _when(record: Record) -> str:
+def _format_time(record: Record) -> str:
     """The time of a record, UTC, to the second."""
     seconds = record.get("time")
     if seconds is None:
@@ -447,13 +467,13 @@ def _when(record: Record) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _where(record: Record) -> str:
+def _format_place(record: Record) -> str:
     """Time, step, tokens and attempt of a record, as far as it knows them."""
-    parts = [_when(record)]
+    parts = [_format_time(record)]
     if (step := record.get("step")) is not None:
         parts.append(f"step {step:,}")
     if (tokens := record.get("tokens")) is not None:
-        parts.append(f"{count(tokens)} tokens")
+        parts.append(f"{format_count(tokens)} tokens")
     if (attempt := record.get("attempt")) is not None:
         parts.append(f"attempt {attempt}")
     return ", ".join(parts)

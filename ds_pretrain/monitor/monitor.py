@@ -20,7 +20,7 @@ from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.core.text import say
 from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.terminal import Terminal
-from ds_pretrain.monitor.wandb import Wandb, WandbRun, opener
+from ds_pretrain.monitor.wandb import Wandb, WandbRun, make_opener
 
 _WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ramp
 
@@ -145,7 +145,7 @@ class Monitor:
             self._fail(f"opening {out / INCIDENTS}", error)
         self._others.append(Terminal(sys.stdout, self._timeline.last_step))
         if wandb is not None:
-            self._others.append(Wandb(opener(wandb, out, run_config), first_index))
+            self._others.append(Wandb(make_opener(wandb, out, run_config), first_index))
 
     def _speed(self, record: StepRecord) -> dict[str, float | None]:
         tokens = self._timeline.at(record.step - 1).tokens_per_step

@@ -4,7 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from ds_pretrain.core.text import count, counted, counted_epochs, duration, plain_words, say
+from ds_pretrain.core.text import (
+    format_count,
+    format_count_of,
+    format_duration,
+    format_epochs,
+    format_plain,
+    say,
+)
 
 _LONGEST = 400  # characters of a text
 
@@ -19,7 +26,7 @@ class Terminal:
     def write(self, record: Mapping[str, Any]) -> None:
         """Print `record`, without colors or carriage returns: a log file reads like the terminal."""
         is_step = record["event"] == "step"
-        text = step_line(record, self._last_step) if is_step else event_line(record)
+        text = format_step(record, self._last_step) if is_step else format_event(record)
         if self._stream is not None and not say(self._stream, text):
             self._stream = None
 
@@ -27,55 +34,55 @@ class Terminal:
         """Nothing is held back, so nothing is left to do."""
 
 
-def step_line(record: Mapping[str, Any], last_step: int) -> str:
+def format_step(record: Mapping[str, Any], last_step: int) -> str:
     """One training step for people; what is unknown or off is left out."""
     step = record["step"]
     parts = [
         f"step {step:,}/{last_step:,} {100 * step / max(1, last_step):.1f}%",
-        f"loss {_fixed(record['loss'], 4)}",
+        f"loss {_format_fixed(record['loss'], 4)}",
     ]
     if record.get("z_loss") is not None:
         parts.append(f"z {record['z_loss']:.2e}")
     parts.append(f"lr {record['learning_rate']:.2e}")
     norm, clip = record["grad_norm"], record["clip_factor"]
-    parts.append("norm non-finite" if norm is None else f"norm {_fixed(norm, 3)}")
+    parts.append("norm non-finite" if norm is None else f"norm {_format_fixed(norm, 3)}")
     if clip is not None:
         parts.append(f"clip {clip:.2f}")
     if not record["update_applied"]:
         parts.append("UPDATE DROPPED")
     if (rate := record.get("tokens_per_second")) is not None:
-        parts.append(f"{count(rate)} tok/s")
+        parts.append(f"{format_count(rate)} tok/s")
     if record["step_seconds"] > 0:
         parts.append(f"data wait {min(1.0, record['data_wait_seconds'] / record['step_seconds']):.0%}")
     if (mfu := record.get("mfu")) is not None:
         parts.append(f"MFU {mfu:.1%}")
-    parts.append(f"{count(record['tokens'])} tokens")
+    parts.append(f"{format_count(record['tokens'])} tokens")
     if (eta := record.get("eta_seconds")) is not None:
-        parts.append(f"ETA {duration(eta)}")
+        parts.append(f"ETA {format_duration(eta)}")
     return "  ".join(parts)
 
 
-def event_line(record: Mapping[str, Any]) -> str:
+def format_event(record: Mapping[str, Any]) -> str:
     """A validation or an event for people."""
     kind = record["event"].replace("_", " ")
     at = f" at step {record['step']:,}" if record.get("step") is not None else ""
     if kind == "validation":
-        named = "  ".join(_validated(name, record) for name in record["losses"])
+        named = "  ".join(_format_validation(name, record) for name in record["losses"])
         return f"validation{at}  loss {named}"
     if kind == "data":
         read = "  ".join(_read(name, source) for name, source in record["sources"].items())
         return f"data{at}  {record['phase']}: {read}"
     skip = ("event", "step", "attempt", "time")
     fields = {k: v for k, v in record.items() if k not in skip and v is not None}
-    return "  ".join([f"{kind}{at}", *(f"{k} {_plain(k, v)}" for k, v in fields.items())])
+    return "  ".join([f"{kind}{at}", *(f"{k} {_format_field(k, v)}" for k, v in fields.items())])
 
 
-def _validated(source: str, record: Mapping[str, Any]) -> str:
+def _format_validation(source: str, record: Mapping[str, Any]) -> str:
     """Its mean loss, those of the last two buckets of positions, and the scores at the longest prompts."""
-    text = f"{source} {_fixed(record['losses'][source], 4)}"
+    text = f"{source} {_format_fixed(record['losses'][source], 4)}"
     ends = list(record.get("by_position", {}).get(source, {}).items())[-2:]
     if ends:
-        text += f" ({', '.join(f'to {int(end):,}: {_fixed(loss, 4)}' for end, loss in ends)})"
+        text += f" ({', '.join(f'to {int(end):,}: {_format_fixed(loss, 4)}' for end, loss in ends)})"
     for length, scores in list(record.get("retrieval", {}).get(source, {}).items())[-1:]:
         found = [round(score, 2) + 0.0 for score in sorted(scores.values())]  # never -0.00
         text += f" key at {int(length):,}: {found[0]:.2f} to {found[-1]:.2f}"
@@ -84,30 +91,32 @@ def _validated(source: str, record: Mapping[str, Any]) -> str:
 
 def _read(name: str, source: Mapping[str, Any]) -> str:
     """What was read of a source, and its share of the phase beside the one that it has by weight."""
-    text = f"{name} {count(source['tokens'])} tokens, {counted_epochs(source['epochs'])}"
+    text = f"{name} {format_count(source['tokens'])} tokens, {format_epochs(source['epochs'])}"
     if source["skipped_tokens"]:
-        text += f", {count(source['skipped_tokens'])} skipped"
+        text += f", {format_count(source['skipped_tokens'])} skipped"
     share, weight = source["share"], source["weight"]
     return text if share is None or weight is None else f"{text} ({share:.1%} for {weight:.1%})"
 
 
-def _fixed(value: float, digits: int) -> str:
+def _format_fixed(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 or not math.isfinite(value) else f"{value:.3e}"
 
 
-def _plain(name: str, value: Any) -> str:
+def _format_field(name: str, value: Any) -> str:
     if name == "bytes":
         return f"{value / 1e6:,.1f} MB"
     if name.endswith("seconds"):
         return f"{value:.3g}"
     if name == "skipped" and isinstance(value, Mapping):
         draws = f"draws {value.get('start')} to {value.get('stop')}"
-        return f"{value.get('phase')} {draws}, {counted(int(value.get('num_samples') or 0), 'sample')}"
+        return (
+            f"{value.get('phase')} {draws}, {format_count_of(int(value.get('num_samples') or 0), 'sample')}"
+        )
     if _is_bulky(value):
         return f"{len(value):,} in metrics.jsonl"
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = plain_words(value)
+    text = format_plain(value)
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:_LONGEST]).split())
     return line if len(text) <= _LONGEST else f"{line}... ({len(text):,} characters in metrics.jsonl)"
 

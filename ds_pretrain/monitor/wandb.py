@@ -19,7 +19,7 @@ from statistics import fmean
 from time import monotonic
 from typing import Any, Literal, Protocol
 
-from ds_pretrain.core.text import counted, say
+from ds_pretrain.core.text import format_count_of, say
 
 FINISH_SECONDS = 30.0  # that the end of a start waits for W&B, at most
 _LONGEST_TEXT = 1000  # characters of a value
@@ -83,7 +83,7 @@ class Wandb:
         if self._waiting.qsize() >= self._most_waiting:
             self.num_lost += 1
             return
-        self._waiting.put((self._index, points(record)))
+        self._waiting.put((self._index, build_points(record)))
         self._index += 1
 
     def close(self) -> None:
@@ -95,9 +95,12 @@ class Wandb:
         self._thread.join(self._finish_seconds)
         if self._thread.is_alive():
             self._degrade(f"it did not finish within {self._finish_seconds:g} s")
-            _end_service()
+            _kill_service()
         if num_lost := self.num_lost + max(0, self._waiting.qsize() - 1):
-            say(sys.stderr, f"W&B did not get {counted(num_lost, 'record')}; metrics.jsonl has everything")
+            say(
+                sys.stderr,
+                f"W&B did not get {format_count_of(num_lost, 'record')}; metrics.jsonl has everything",
+            )
 
     def _work(self) -> None:
         try:
@@ -130,7 +133,7 @@ class Wandb:
             )
 
 
-def points(record: Mapping[str, Any]) -> dict[str, Any]:
+def build_points(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as W&B keys: "train/loss", "validation/web", "checkpoint/seconds", its step and attempt.
 
     Of a validation also "validation/web/to_1024" and "validation/web/key_1024", the mean over depths. Of what
@@ -139,7 +142,7 @@ def points(record: Mapping[str, Any]) -> dict[str, Any]:
     Lists and nested values stay in metrics.jsonl, and so does the rest of a long text.
     """
     kind = record["event"]
-    nested = {"validation": _validated, "data": _read}.get(kind, dict[str, Any])
+    nested = {"validation": _build_validation_points, "data": _read}.get(kind, dict[str, Any])
     values = nested(record)
     prefix = "train" if kind == "step" else kind
     data = {
@@ -155,7 +158,7 @@ def points(record: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _validated(record: Mapping[str, Any]) -> dict[str, float]:
+def _build_validation_points(record: Mapping[str, Any]) -> dict[str, float]:
     values = dict(record.get("losses", {}))
     for name, ends in record.get("by_position", {}).items():
         values |= {f"{name}/to_{end}": loss for end, loss in ends.items()}
@@ -188,7 +191,7 @@ class _Run:
             self._wandb.teardown()
 
 
-def opener(run: WandbRun, out: Path, run_config: Mapping[str, Any]) -> Callable[[], Client]:
+def make_opener(run: WandbRun, out: Path, run_config: Mapping[str, Any]) -> Callable[[], Client]:
     """A function that opens `run` with the real client, and imports it only then. WANDB_* variables apply."""
 
     def open_run() -> Client:
@@ -229,7 +232,7 @@ def _log(client: Client, data: dict[str, Any], index: int) -> None:
     client.log(data, step=max(index, client.step))
 
 
-def _end_service() -> None:
+def _kill_service() -> None:
     """Kill a service process that does not answer; otherwise wandb's exit hook waits for it for ever."""
     with contextlib.suppress(OSError):
         for children in Path("/proc/self/task").glob("*/children"):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from ds_pretrain.config.deepspeed import non_finite_advice
+from ds_pretrain.config.deepspeed import advise_on_non_finite
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.jsonl import METRICS, read_metrics_backwards
@@ -21,8 +21,8 @@ from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.watchdog.detector import ONSET_REACH
 from ds_pretrain.watchdog.policy import Response, is_same_place
-from ds_pretrain.watchdog.replay import Replay, Seen, conclude, passes, suspect_hosts
-from ds_pretrain.watchdog.rollback_log import read_cure
+from ds_pretrain.watchdog.replay import Replay, ReplayedStep, conclude, find_suspect_hosts, read_passes
+from ds_pretrain.watchdog.rollback_log import read_rollback_log
 
 RankLosses = tuple[float, ...]  # the mean loss of each rank at one step
 _FEW_NON_FINITE = 3  # so many within a window are no accident
@@ -48,10 +48,12 @@ class Incidents:
         self._has_advised = False
         self._observed: str | None = None  # the kind of trouble that mode "observe" has last told
 
-    def lacking(self, state: RunState) -> tuple[str, ...]:
+    def list_unreported(self, state: RunState) -> tuple[str, ...]:
         """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
         number = len(state.rollbacks)
-        if number > len(read_cure(self._plan.out).rollbacks):  # another run's, from which this one began
+        if number > len(
+            read_rollback_log(self._plan.out).rollbacks
+        ):  # another run's, from which this one began
             return ()
         told = {event for event, incident in self._told(state) if incident == number}
         if number not in self._open_ones(state):
@@ -82,7 +84,7 @@ class Incidents:
     def _open_ones(self, state: RunState) -> dict[int, Rollback]:
         """The rollbacks, by number, that are not passed yet and whose trouble has not come back."""
         patience = self._patience
-        healthy_since = state.step - state.num_healthy
+        healthy_since = state.step - state.num_healthy_steps
         return {
             number: rollback
             for number, rollback in enumerate(state.rollbacks, start=1)
@@ -95,19 +97,23 @@ class Incidents:
     def _is_same_place(self, rollback: Rollback, onset: int) -> bool:
         return is_same_place(self._plan.run.watchdog, self._plan.timeline, rollback, onset)
 
-    def note(self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict) -> None:
+    def note_step(
+        self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict
+    ) -> None:
         """Take one step; `state` is the one after it."""
         self._recent.append((record.step, rank_losses))
-        self._say(record, verdict, state.num_healthy)
+        self._say(record, verdict, state.num_healthy_steps)
         if self._replay is not None:
             ranks, shared = self._world.size, self._plan.sequence_parallel_size
-            seen = Seen(record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, shared)
+            seen = ReplayedStep(
+                record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, shared
+            )
             self._replay = self._replay.after(record.step, seen)
-        if state.num_healthy >= self._patience:
+        if state.num_healthy_steps >= self._patience:
             self._observed = None
             self._close_passed(state)
 
-    def dropped(self, record: StepRecord, ids: SampleIds, num_skipped_updates: int) -> None:
+    def record_skipped_update(self, record: StepRecord, ids: SampleIds, num_skipped_updates: int) -> None:
         """An update was not applied: its samples were read and not learned from."""
         if not self._world.is_main:
             return
@@ -122,17 +128,17 @@ class Incidents:
             num_skipped_updates=num_skipped_updates,
             cause="non_finite" if record.grad_norm is None else "outlier_norm",
             grad_norm=record.grad_norm,
-            samples=ids.listed(),  # of the global batch
+            samples=ids.to_list(),  # of the global batch
         )
 
     def _advise(self, step: int) -> None:
         """Losses are finite and norms are not, again and again: it may be how gradients are reduced."""
         if not self._has_advised:
-            advice = non_finite_advice(self._plan.deepspeed, self._plan.run.deepspeed)
+            advice = advise_on_non_finite(self._plan.deepspeed, self._plan.run.deepspeed)
             self._monitor.report("warning", advice, step=step)
         self._has_advised = True
 
-    def met_again(self, onset: int, step: int) -> None:
+    def record_recurrence(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
         for number in [n for n, r in self._open.items() if self._is_same_place(r, onset)]:
             rollback = self._open.pop(number)
@@ -140,7 +146,7 @@ class Incidents:
             message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"
             self._monitor.event("outcome", incident=number, step=step, outcome="came_back", message=message)
 
-    def decided(
+    def record_decision(
         self, kind: str, number: int, rollback: Rollback, verdict: Verdict, reason: str, **more: Any
     ) -> None:
         """A rollback or a stop: what was seen, and what is done about it."""
@@ -161,7 +167,7 @@ class Incidents:
             **self._plan.sharing,
         )
 
-    def observed(self, step: int, verdict: Verdict, response: Response) -> None:
+    def record_observation(self, step: int, verdict: Verdict, response: Response) -> None:
         """What would be done, if the watchdog might do it: each trouble once. On rank 0."""
         if self._observed == verdict.kind:
             return
@@ -176,7 +182,9 @@ class Incidents:
             reason=response.reason,
         )
 
-    def suspects(self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]) -> None:
+    def record_high_loss_samples(
+        self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         """The samples that the weights gone back to find strangest."""
         self._monitor.event("high_loss_samples", incident=number, step=rollback.step, samples=list(samples))
 
@@ -209,7 +217,7 @@ class Incidents:
         if rollback.response != "replay":
             return None
         try:
-            replay, second = passes(read_metrics_backwards(self._plan.out / METRICS), number, rollback)
+            replay, second = read_passes(read_metrics_backwards(self._plan.out / METRICS), number, rollback)
         except (OSError, LookupError, TypeError) as error:
             said = f"{self._plan.out / METRICS} cannot be read, so the replay is not compared: {error}"
             self._monitor.report("warning", said, step=state.step)
@@ -245,5 +253,5 @@ class Incidents:
             finding=compared.finding,
             first_difference=difference and difference.step,
             ranks=list(difference.ranks or ()) if difference else [],
-            hosts=list(suspect_hosts(replay)) if compared.finding == "passing_fault" else [],
+            hosts=list(find_suspect_hosts(replay)) if compared.finding == "passing_fault" else [],
         )

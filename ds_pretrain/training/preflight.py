@@ -15,44 +15,49 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.checkpoint.manifest import published, step_of
-from ds_pretrain.config.deepspeed import uses_bf16, version_problems, zero_stage
-from ds_pretrain.config.plan import Plan, check_world, drop_problems, sharing_problems
+from ds_pretrain.checkpoint.manifest import list_published, parse_step
+from ds_pretrain.config.deepspeed import check_version, uses_bf16, zero_stage
+from ds_pretrain.config.plan import Plan, check_sequence_parallel, check_world, drop_problems
 from ds_pretrain.config.schema import HeldOutSection, PhaseSection
-from ds_pretrain.config.timeline import Segment, accumulation, chunk_problems, worlds_that_divide
-from ds_pretrain.core.distributed import World, gather_objects, on_each_rank
-from ds_pretrain.core.errors import InputError, agreed
-from ds_pretrain.core.files import folder_problem, write_atomic
+from ds_pretrain.config.timeline import (
+    Segment,
+    check_chunk_lengths,
+    count_micro_batches,
+    list_valid_world_sizes,
+)
+from ds_pretrain.core.distributed import World, gather_objects, run_on_each_rank
+from ds_pretrain.core.errors import InputError, mark_agreed
+from ds_pretrain.core.files import check_folder, write_atomic
 from ds_pretrain.core.state import SkipLedger
-from ds_pretrain.core.text import counted, listed, say, text_plot
+from ds_pretrain.core.text import draw_plot, format_count_of, join_listed, say
 from ds_pretrain.data.filtered import open_section
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.inspect import check_source, describe_source
 from ds_pretrain.data.mixture import make_mixture
-from ds_pretrain.data.tokenizer import base_tokenizer_problems, base_tokenizer_warnings
-from ds_pretrain.data.usage import forecast_lines, usage_lines, usage_problems
-from ds_pretrain.data.validation_set import SHORTEST_PROMPT, prompt_lengths
+from ds_pretrain.data.tokenizer import find_tokenizer_problems, find_tokenizer_warnings
+from ds_pretrain.data.usage import check_usage, format_forecast, format_usage
+from ds_pretrain.data.validation_set import SHORTEST_PROMPT, list_prompt_lengths
 from ds_pretrain.models.config_check import (
     QK_NORM_ADDABLE,
-    asks_transformers,
+    check_masking,
     check_model,
-    mask_warnings,
-    masking_problems,
-    shared_attention_problems,
+    check_sequence_parallel_attention,
+    uses_transformers,
+    warn_of_large_masks,
 )
 from ds_pretrain.models.flops import count_parameters
-from ds_pretrain.models.pretrained import Base, read_base
+from ds_pretrain.models.pretrained import Pretrained, read_pretrained
 from ds_pretrain.models.rope_config import (
+    build_rope_config,
+    check_rope_change,
+    check_rope_values,
     describe_rope,
     has_rope,
-    rope_change_problems,
-    rope_change_warnings,
-    rope_value_problems,
-    with_rope,
+    warn_of_rope_change,
 )
-from ds_pretrain.training.compatibility import WEIGHTS, directory_problems, other_config_problems
-from ds_pretrain.training.curriculum import mixtures, open_sampler, phase_models
-from ds_pretrain.training.record import lost_here, newest_here, read_known
+from ds_pretrain.training.compatibility import WEIGHTS, check_directory, find_config_differences
+from ds_pretrain.training.curriculum import open_sampler, resolve_mixtures, resolve_phase_models
+from ds_pretrain.training.record import find_lost_checkpoints, read_known, read_newest_known_run
 
 _PLOT_WIDTH, _PLOT_HEIGHT = 72, 7  # of the learning rate, in characters
 
@@ -63,7 +68,7 @@ class Inputs:
 
     sources: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
-    base: Base | None = None
+    pretrained: Pretrained | None = None
 
     @cached_property
     def data(self) -> dict[str, str]:
@@ -72,7 +77,7 @@ class Inputs:
             name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
         }
-        return texts if self.base is None else {**texts, WEIGHTS: self.base.fingerprint}
+        return texts if self.pretrained is None else {**texts, WEIGHTS: self.pretrained.fingerprint}
 
 
 def open_inputs(plan: Plan) -> Inputs:
@@ -83,7 +88,7 @@ def open_inputs(plan: Plan) -> Inputs:
     held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
     base, folder = None, plan.run.model.pretrained
     try:
-        base = None if folder is None else read_base(Path(folder), f"{plan.run_path}: model.pretrained")
+        base = None if folder is None else read_pretrained(Path(folder), f"{plan.run_path}: model.pretrained")
     except InputError as error:
         problems += error.problems
     if problems:
@@ -91,23 +96,23 @@ def open_inputs(plan: Plan) -> Inputs:
     return Inputs(sources, held_out, base)
 
 
-def _place_problems(plan: Plan) -> list[str]:
+def _check_locations(plan: Plan) -> list[str]:
     """Folders of this host that checkpoints cannot come from or go to, as far as looking tells."""
     problems, section = [], plan.run.checkpoint
     if plan.run.resume_from is not None:
-        problems += _origin_problems(Path(plan.run.resume_from), plan.run_path)
+        problems += _check_origin(Path(plan.run.resume_from), plan.run_path)
     for key, place in (("local_dir", section.local_dir), ("upload_to", section.upload_to)):
         if place is not None and "://" not in place:
-            problem = folder_problem(Path(place), f"{plan.run_path}: checkpoint.{key}")
+            problem = check_folder(Path(place), f"{plan.run_path}: checkpoint.{key}")
             problems += [problem] if problem is not None else []
     return problems
 
 
-def _origin_problems(origin: Path, run_path: str) -> list[str]:
+def _check_origin(origin: Path, run_path: str) -> list[str]:
     if not origin.is_dir():
         return [f"{run_path}: resume_from = {origin} is no folder; name a checkpoint's"]
-    there = [*published(origin), *published(origin / "checkpoints")]
-    if there and step_of(origin.name) is None:
+    there = [*list_published(origin), *list_published(origin / "checkpoints")]
+    if there and parse_step(origin.name) is None:
         return [
             f"{run_path}: resume_from = {origin} holds checkpoints and is none; name one, like {there[0]}"
         ]
@@ -116,47 +121,50 @@ def _origin_problems(origin: Path, run_path: str) -> list[str]:
 
 def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_source: str) -> list[str]:
     """All that is wrong with a start; `world_size` is None while nobody knows it."""
-    vocab_size = _vocab_size(plan)
+    vocab_size = _read_vocab_size(plan)
     problems = check_model(plan.model_text, qk_norm=plan.run.model.qk_norm, name=plan.run.model.config)
-    problems += rope_value_problems(plan.model, plan.run.model.config) or [
-        *model_problems(plan),
-        *_sharing_problems(plan),
+    problems += check_rope_values(plan.model, plan.run.model.config) or [
+        *check_phases(plan),
+        *_check_sequence_parallel(plan),
     ]
-    problems += _place_problems(plan)
-    problems += _mixture_problems(plan)
+    problems += _check_locations(plan)
+    problems += _check_mixtures(plan)
     for source, seq_len in _read_at(plan, inputs):
         problems += check_source(source, seq_len, vocab_size) if vocab_size else []
-    problems += data_problems(plan, inputs.sources)
-    problems += _tokenizer_problems(inputs)
-    problems += _base_problems(plan, inputs)
+    problems += check_data(plan, inputs.sources)
+    problems += _check_tokenizers(inputs)
+    problems += _check_pretrained(plan, inputs)
     origin = None if plan.run.resume_from is None else read_known(Path(plan.run.resume_from))
-    problems_here = directory_problems(plan, inputs.data, newest_here(plan.checkpoints), origin)
+    problems_here = check_directory(plan, inputs.data, read_newest_known_run(plan.checkpoints), origin)
     if not problems_here and plan.upload_to is None:
-        problems_here = lost_here(plan.out, plan.checkpoints)
+        problems_here = find_lost_checkpoints(plan.out, plan.checkpoints)
     problems += problems_here
     problems += drop_problems(plan)
-    problems += version_problems()
+    problems += check_version()
     if world_size is not None:
         problems += check_world(plan, world_size, world_source)
     return list(dict.fromkeys(problems))
 
 
-def _sharing_problems(plan: Plan) -> list[str]:
+def _check_sequence_parallel(plan: Plan) -> list[str]:
     """Why ranks cannot share the sequences of this run (`sequence_parallel_size`)."""
     if (num_sharing := plan.sequence_parallel_size) == 1:
         return []
     longest = max(phase.seq_len for phase in plan.run.phases)
-    problems = [*sharing_problems(plan), *shared_attention_problems(plan.model, num_sharing, longest)]
+    problems = [
+        *check_sequence_parallel(plan),
+        *check_sequence_parallel_attention(plan.model, num_sharing, longest),
+    ]
     return [f"{plan.run.deepspeed} sets `sequence_parallel_size` = {num_sharing}, {p}" for p in problems]
 
 
-def build_problems(plan: Plan, base: Base | None) -> list[str]:
+def build_problems(plan: Plan, base: Pretrained | None) -> list[str]:
     """List why the model cannot be built, load `model.pretrained` or be in a phase. Needs torch."""
-    from ds_pretrain.models.build import dry_build
+    from ds_pretrain.models.build import build_on_meta
 
-    phases = {f"{plan.run_path}: phases.{name}": model for name, model in phase_models(plan).items()}
+    phases = {f"{plan.run_path}: phases.{name}": model for name, model in resolve_phase_models(plan).items()}
     try:
-        dry_build(
+        build_on_meta(
             plan.model_text,
             qk_norm=plan.run.model.qk_norm,
             attention=plan.run.model.attention,
@@ -183,15 +191,15 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
         opened.append(open_inputs(plan))
         if world.is_main:
             problems = find_problems(plan, opened[0], world.size, "the launcher")
-            problems += [] if problems else build_problems(plan, opened[0].base)
+            problems += [] if problems else build_problems(plan, opened[0].pretrained)
             if problems:
                 raise InputError(problems)
-        return _digest(plan, opened[0]), platform.node()
+        return _compute_digest(plan, opened[0]), platform.node()
 
-    seen = on_each_rank(world, look)
+    seen = run_on_each_rank(world, look)
     first_digest, first_node = seen[0]
     if others := {node for digest, node in seen if digest != first_digest}:
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"{node} reads another run file, DeepSpeed JSON, model config or corpus than {first_node} "
                 "under the same paths; bring its copies up to date"
@@ -201,7 +209,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
     return opened[0]
 
 
-def _digest(plan: Plan, inputs: Inputs) -> str:
+def _compute_digest(plan: Plan, inputs: Inputs) -> str:
     """What this rank has read: equal only if it would train the same run."""
     data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
     texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data))
@@ -212,7 +220,7 @@ def announce(plan: Plan, inputs: Inputs, world: World) -> None:
     """Print the resolved run, and keep what it is made of in the run directory. Collective."""
     hosts = gather_objects(world, f"{platform.node()}:{world.local_rank}")
     if world.is_main:
-        for line in summary(plan, inputs, world.size):
+        for line in format_summary(plan, inputs, world.size):
             say(sys.stdout, line)
         say(sys.stdout, f"ranks      {world.size}: {', '.join(hosts)}")
         write_atomic(plan.out / "run.toml", plan.run_text)
@@ -223,27 +231,27 @@ def announce(plan: Plan, inputs: Inputs, world: World) -> None:
         )
 
 
-def summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
+def format_summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterator[str]:
     """The resolved run, a line a fact: first the schedule, then timeline, batch, model, data."""
-    yield from rate_summary(plan)
+    yield from format_lr_summary(plan)
     for segment in plan.timeline.segments:
         yield (
             f"timeline   {segment.phase}: steps {segment.first_step:,} to {segment.end_step:,}, "
-            f"{counted(segment.sequences, 'sequence')} of {segment.seq_len:,} = "
-            f"{counted(segment.tokens_per_step, 'token')} a step, "
+            f"{format_count_of(segment.sequences, 'sequence')} of {segment.seq_len:,} = "
+            f"{format_count_of(segment.tokens_per_step, 'token')} a step, "
             f"{plan.timeline.tokens_before(segment.end_step):,} tokens at its end"
         )
-        yield f"batch      {_batch_line(plan, segment, world_size)}"
+        yield f"batch      {_format_batch(plan, segment, world_size)}"
     together = plan.sequence_parallel_size
     shared = f", {together} ranks share each sequence" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
-    yield f"model      {_model_line(plan)}"
-    yield from _source_lines(plan, inputs)
-    yield from _unused_lines(plan)
-    yield from _mask_lines(plan, precision)
-    if inputs.base is not None:
-        warnings = base_tokenizer_warnings(inputs.base.folder, _each(inputs))
+    yield f"model      {_format_model(plan)}"
+    yield from _format_sources(plan, inputs)
+    yield from _format_unused(plan)
+    yield from _format_masks(plan, precision)
+    if inputs.pretrained is not None:
+        warnings = find_tokenizer_warnings(inputs.pretrained.folder, _list_sources(inputs))
         yield from (f"warning    {warning}" for warning in warnings)
 
 
@@ -268,16 +276,16 @@ def _read_at(plan: Plan, inputs: Inputs) -> Iterator[tuple[TokenSource, int]]:
     yield from ((source, n) for source in inputs.validation.values() for n in sorted(lengths))
 
 
-def _each(inputs: Inputs) -> list[TokenSource]:
+def _list_sources(inputs: Inputs) -> list[TokenSource]:
     return [*inputs.sources.values(), *inputs.validation.values()]
 
 
-def _vocab_size(plan: Plan) -> int | None:
+def _read_vocab_size(plan: Plan) -> int | None:
     size = plan.model.get("vocab_size")
     return size if type(size) is int and size > 0 else None
 
 
-def _mixture_problems(plan: Plan) -> list[str]:
+def _check_mixtures(plan: Plan) -> list[str]:
     problems: list[str] = []
     for phase in plan.run.phases:
         try:
@@ -287,10 +295,10 @@ def _mixture_problems(plan: Plan) -> list[str]:
     return problems
 
 
-def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
+def _check_tokenizers(inputs: Inputs) -> Iterator[str]:
     """Sources of one run must have been written by one tokenizer, as far as they say which."""
     by_hash: dict[str, list[str]] = {}
-    for source in _each(inputs):
+    for source in _list_sources(inputs):
         if source.sidecar is not None and source.sidecar.get("tokenizer_hash"):
             by_hash.setdefault(source.sidecar["tokenizer_hash"], []).append(str(source.prefix))
     if len(by_hash) > 1:
@@ -301,11 +309,14 @@ def _tokenizer_problems(inputs: Inputs) -> Iterator[str]:
         )
 
 
-def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
+def _check_pretrained(plan: Plan, inputs: Inputs) -> list[str]:
     """What does not go with the weights that the run begins with."""
-    if (base := inputs.base) is None:
+    if (base := inputs.pretrained) is None:
         return []
-    problems = [*other_config_problems(plan, base), *base_tokenizer_problems(base.folder, _each(inputs))]
+    problems = [
+        *find_config_differences(plan, base),
+        *find_tokenizer_problems(base.folder, _list_sources(inputs)),
+    ]
     has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in base.tensors)
     if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
         problems.append(
@@ -315,20 +326,20 @@ def _base_problems(plan: Plan, inputs: Inputs) -> list[str]:
     return problems
 
 
-def _batch_line(plan: Plan, segment: Segment, world_size: int | None) -> str:
+def _format_batch(plan: Plan, segment: Segment, world_size: int | None) -> str:
     sequences, micro = segment.sequences, plan.micro_batch_size(segment.first_step)
     shared = plan.sequence_parallel_size
     if world_size is None:
-        worlds = [shared * readers for readers in worlds_that_divide(sequences, micro)]
-        return f"micro-batches of {micro}; world sizes that divide it: {listed(worlds)}"
-    count = accumulation(sequences, micro, world_size // shared)
-    ranks, each = counted(world_size, "rank"), counted(micro, "sequence")
+        worlds = [shared * readers for readers in list_valid_world_sizes(sequences, micro)]
+        return f"micro-batches of {micro}; world sizes that divide it: {join_listed(worlds)}"
+    count = count_micro_batches(sequences, micro, world_size // shared)
+    ranks, each = format_count_of(world_size, "rank"), format_count_of(micro, "sequence")
     if shared > 1:
-        ranks = f"{counted(world_size // shared, 'group')} of {shared} ranks"
-    return f"{ranks} x {each} x accumulation {count} = {counted(sequences, 'sequence')}"
+        ranks = f"{format_count_of(world_size // shared, 'group')} of {shared} ranks"
+    return f"{ranks} x {each} x accumulation {count} = {format_count_of(sequences, 'sequence')}"
 
 
-def _model_line(plan: Plan) -> str:
+def _format_model(plan: Plan) -> str:
     extras = [
         name
         for name, on in (
@@ -349,21 +360,21 @@ def _model_line(plan: Plan) -> str:
     return ", ".join([f"{plan.model.get('model_type')}: {size}", *extras])
 
 
-def _source_lines(plan: Plan, inputs: Inputs) -> Iterator[str]:
-    yield from curriculum_lines(plan, inputs.sources)
+def _format_sources(plan: Plan, inputs: Inputs) -> Iterator[str]:
+    yield from format_curriculum(plan, inputs.sources)
     warnings: list[str] = []
     for name in plan.chunk_tokens:
-        words, odd = _separators(inputs.sources[name])
+        words, odd = _describe_separators(inputs.sources[name])
         yield f"separators {name}: {words or 'not counted'}"
         warnings += odd
     for name, source in inputs.validation.items():
-        words, odd = _separators(source)
-        yield f"validation {name}: {counted(source.num_tokens, 'token')}{words and f', {words}'}"
+        words, odd = _describe_separators(source)
+        yield f"validation {name}: {format_count_of(source.num_tokens, 'token')}{words and f', {words}'}"
         warnings += odd
     yield from (f"warning    {warning}" for warning in dict.fromkeys(warnings))
 
 
-def _unused_lines(plan: Plan) -> Iterator[str]:
+def _format_unused(plan: Plan) -> Iterator[str]:
     """Sources that no mixture draws from: often a name that was forgotten there."""
     used = {name for phase in plan.run.phases for name in phase.mixture}
     for name in plan.run.sources:
@@ -371,47 +382,52 @@ def _unused_lines(plan: Plan) -> Iterator[str]:
             yield f"warning    sources.{name} is in no mixture, so nothing of it is trained on"
 
 
-def _mask_lines(plan: Plan, precision: str) -> Iterator[str]:
+def _format_masks(plan: Plan, precision: str) -> Iterator[str]:
     """Phases whose sequences are too long for masks."""
     if not plan.run.model.mask_documents:
         return
     for phase in plan.run.phases:
         micro = plan.micro_batch_size(plan.timeline.phase_start(phase.name))
         where = f"phases.{phase.name}"
-        warnings = mask_warnings(plan.model, plan.run.model.attention, micro, phase.seq_len, precision, where)
+        warnings = warn_of_large_masks(
+            plan.model, plan.run.model.attention, micro, phase.seq_len, precision, where
+        )
         yield from (f"warning    {warning}" for warning in warnings)
 
 
-def _separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
+def _describe_separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
     """How often a document ends in a source, if that can be told, and what is odd about it."""
     report = describe_source(source)
     rate = report.eos_per_million
     return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings
 
 
-def rate_summary(plan: Plan) -> Iterator[str]:
+def format_lr_summary(plan: Plan) -> Iterator[str]:
     """The rate where the schedule changes its nature, and where the ramp's rule changes it; then drawn."""
-    corners = (f"{name} {step:,}: {_rate(plan, step):.3g}" for name, step in plan.schedule.corners().items())
+    corners = (
+        f"{name} {step:,}: {_compute_lr(plan, step):.3g}" for name, step in plan.schedule.corners().items()
+    )
     yield f"rate       {', '.join(corners)}"
     segments, batch = plan.timeline.segments, plan.run.batch
     changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
-    if batch.lr_scaling != "none" and (changes or plan.rate_factor(0) != 1):
+    if batch.lr_scaling != "none" and (changes or plan.lr_factor(0) != 1):
         words = (
-            f"x {plan.rate_factor(s.first_step):.3g} from step {s.first_step:,} "
-            f"({counted(s.tokens_per_step, 'token')} a step, rate {_rate(plan, s.first_step):.3g})"
+            f"x {plan.lr_factor(s.first_step):.3g} from step {s.first_step:,} "
+            f"({format_count_of(s.tokens_per_step, 'token')} a step, rate "
+            f"{_compute_lr(plan, s.first_step):.3g})"
             for s in (segments[0], *changes)
         )
         meant = f" to {plan.lr_reference_tokens:,} tokens" if batch.lr_reference_tokens is not None else ""
         yield f"           batch.lr_scaling {batch.lr_scaling}{meant}: {', '.join(words)}"
-    yield from (f"           {line}" for line in rate_lines(plan))
+    yield from (f"           {line}" for line in draw_lr(plan))
 
 
-def _rate(plan: Plan, step: int) -> float:
+def _compute_lr(plan: Plan, step: int) -> float:
     """Of a run in which no update is dropped; a schedule may have a corner at its very end."""
-    return plan.rate(min(step, plan.last_step - 1), step)
+    return plan.lr(min(step, plan.last_step - 1), step)
 
 
-def rate_lines(plan: Plan) -> list[str]:
+def draw_lr(plan: Plan) -> list[str]:
     """The rate, a column a stretch of steps; below it the phases and where each begins."""
     width = min(_PLOT_WIDTH, plan.last_step)
     steps = [column * (plan.last_step - 1) // max(1, width - 1) for column in range(width)]
@@ -421,11 +437,11 @@ def rate_lines(plan: Plan) -> list[str]:
         first = next((column for column, step in enumerate(steps) if step >= begin), width)
         name = f"|{phase.name}"[: width - first]  # as far as there is room
         phases[first : first + len(name)] = name
-    rates = [[plan.rate(step, step)] for step in steps]
-    return [*text_plot(rates, _PLOT_HEIGHT), f"{'':9} {''.join(phases)}"]
+    rates = [[plan.lr(step, step)] for step in steps]
+    return [*draw_plot(rates, _PLOT_HEIGHT), f"{'':9} {''.join(phases)}"]
 
 
-def model_problems(plan: Plan) -> Iterator[str]:
+def check_phases(plan: Plan) -> Iterator[str]:
     """Phases that the model cannot have: lengths, rotary positions, documents kept apart.
 
     Where Transformers is not asked, its defaults are not known, and a change of positions is not judged.
@@ -433,25 +449,25 @@ def model_problems(plan: Plan) -> Iterator[str]:
     model: dict[str, Any] = dict(plan.model)
     for index, phase in enumerate(plan.run.phases):
         where = f"{plan.run_path}: phases.{phase.name}"
-        if not asks_transformers():
-            yield from _length_problems(plan, phase, where) if index == 0 and phase.rope is None else ()
+        if not uses_transformers():
+            yield from _check_lengths(plan, phase, where) if index == 0 and phase.rope is None else ()
             continue
         if (index == 0 and phase.rope is None) or not has_rope(plan.model):
-            yield from _length_problems(plan, phase, where)
+            yield from _check_lengths(plan, phase, where)
             if phase.rope is not None:
-                yield from rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope")
-        elif problems := rope_change_problems(model, phase.rope, phase.seq_len, f"{where}.rope"):
+                yield from check_rope_change(model, phase.rope, phase.seq_len, f"{where}.rope")
+        elif problems := check_rope_change(model, phase.rope, phase.seq_len, f"{where}.rope"):
             yield from problems
             return
-        model = with_rope(model, phase.rope, phase.seq_len)
+        model = build_rope_config(model, phase.rope, phase.seq_len)
     if plan.run.model.mask_documents:
-        yield from (f"{plan.run_path}: {p}" for p in masking_problems(plan.model, plan.run.model.attention))
+        yield from (f"{plan.run_path}: {p}" for p in check_masking(plan.model, plan.run.model.attention))
 
 
-def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
+def check_data(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
     """Phases that the sources cannot feed, or validation cannot ask: lengths, or too many epochs."""
     lengths = {phase.name: phase.seq_len for phase in plan.run.phases}
-    problems = chunk_problems(lengths, mixtures(plan), plan.chunk_tokens)
+    problems = check_chunk_lengths(lengths, resolve_mixtures(plan), plan.chunk_tokens)
     short = {
         name: tokens
         for name, tokens in plan.chunk_tokens.items()
@@ -465,28 +481,28 @@ def data_problems(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
     )
     if not problems and not short:
         with suppress(InputError):  # of a mixture, which is told by itself
-            problems = usage_problems(open_sampler(plan, sources), _max_epochs(plan))
-    return [f"{plan.run_path}: {problem}" for problem in (*problems, *_retrieval_problems(plan))]
+            problems = check_usage(open_sampler(plan, sources), _get_max_epochs(plan))
+    return [f"{plan.run_path}: {problem}" for problem in (*problems, *_check_retrieval(plan))]
 
 
-def curriculum_lines(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
+def format_curriculum(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
     """What a person is told of it."""
     model: dict[str, Any] = dict(plan.model)
-    for phase in plan.run.phases if asks_transformers() else ():
-        warnings = rope_change_warnings(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
-        model = with_rope(model, phase.rope, phase.seq_len)
+    for phase in plan.run.phases if uses_transformers() else ():
+        warnings = warn_of_rope_change(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
+        model = build_rope_config(model, phase.rope, phase.seq_len)
         if len(plan.run.phases) > 1 or phase.rope is not None:
             yield f"positions  {phase.name}: {describe_rope(model)}"
         yield from (f"warning    {warning}" for warning in warnings)
-    yield from usage_lines(open_sampler(plan, sources), sources)
-    if short := _too_short_for_prompts(plan):
+    yield from format_usage(open_sampler(plan, sources), sources)
+    if short := _check_prompt_lengths(plan):
         yield (
             f"validation no key is asked for in {', '.join(short)}: a prompt has at least {SHORTEST_PROMPT} "
             "tokens"
         )
 
 
-def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
+def format_skips(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
     """What the skips of a run that goes on have changed in the use of its data; nothing without skips.
 
     A `max_epochs` that is passed because of them is a warning: it was kept when the run was started.
@@ -495,25 +511,25 @@ def skipped_lines(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLe
         return
     sampler = open_sampler(plan, sources)
     phases = {phase: sum(stop - start for start, stop in ledger.merged(phase)) for phase in sampler.mixtures}
-    left_out = ", ".join(f"{counted(n, 'sample')} of {phase}" for phase, n in phases.items() if n)
+    left_out = ", ".join(f"{format_count_of(n, 'sample')} of {phase}" for phase, n in phases.items() if n)
     yield f"skipped    {left_out}; with these left out the data of the run is:"
-    yield from forecast_lines(sampler, sources, ledger)
-    for problem in usage_problems(sampler, _max_epochs(plan), ledger):
+    yield from format_forecast(sampler, sources, ledger)
+    for problem in check_usage(sampler, _get_max_epochs(plan), ledger):
         yield f"warning    because of what is skipped, {problem}"
 
 
-def _asks_for_keys(plan: Plan) -> bool:
+def _uses_retrieval(plan: Plan) -> bool:
     return plan.run.validation is not None and plan.run.validation.retrieval
 
 
-def _too_short_for_prompts(plan: Plan) -> list[str]:
+def _check_prompt_lengths(plan: Plan) -> list[str]:
     """Phases whose samples hold no prompt, where prompts are asked for."""
-    short = (phase for phase in plan.run.phases if _asks_for_keys(plan) and phase.seq_len < SHORTEST_PROMPT)
+    short = (phase for phase in plan.run.phases if _uses_retrieval(plan) and phase.seq_len < SHORTEST_PROMPT)
     return [f"phases.{phase.name}.seq_len = {phase.seq_len}" for phase in short]
 
 
-def _retrieval_problems(plan: Plan) -> Iterator[str]:
-    short = _too_short_for_prompts(plan)
+def _check_retrieval(plan: Plan) -> Iterator[str]:
+    short = _check_prompt_lengths(plan)
     if len(short) == len(plan.run.phases):
         yield (
             f"validation.retrieval = true hides keys in prompts of at least {SHORTEST_PROMPT} tokens, and no "
@@ -522,9 +538,12 @@ def _retrieval_problems(plan: Plan) -> Iterator[str]:
         )
     shared = plan.sequence_parallel_size
     prompts = {
-        n for phase in plan.run.phases for n in prompt_lengths(phase.seq_len) if phase.seq_len % shared == 0
+        n
+        for phase in plan.run.phases
+        for n in list_prompt_lengths(phase.seq_len)
+        if phase.seq_len % shared == 0
     }
-    if _asks_for_keys(plan) and (odd := sorted(n for n in prompts if n % shared)):
+    if _uses_retrieval(plan) and (odd := sorted(n for n in prompts if n % shared)):
         yield (
             f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
             f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "
@@ -532,11 +551,11 @@ def _retrieval_problems(plan: Plan) -> Iterator[str]:
         )
 
 
-def _max_epochs(plan: Plan) -> dict[str, float | None]:
+def _get_max_epochs(plan: Plan) -> dict[str, float | None]:
     return {name: section.max_epochs for name, section in plan.run.sources.items()}
 
 
-def _length_problems(plan: Plan, phase: PhaseSection, where: str) -> Iterator[str]:
+def _check_lengths(plan: Plan, phase: PhaseSection, where: str) -> Iterator[str]:
     """The first phase, and each of a model with learned positions, has to fit into the model as it is."""
     key = "max_position_embeddings" if "max_position_embeddings" in plan.model else "n_positions"
     limit, seq_len = plan.model.get(key), phase.seq_len

@@ -10,13 +10,20 @@ from typing import Any
 
 from pydantic import NonNegativeInt
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, RUN_STATE, Manifest, parse_manifest, published, step_of
+from ds_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    RUN_STATE,
+    Manifest,
+    list_published,
+    parse_manifest,
+    parse_step,
+)
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import write_atomic
 from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.run_files import LOCK, save_file, stop_file
 from ds_pretrain.core.state import RunState
-from ds_pretrain.core.text import listed
+from ds_pretrain.core.text import join_listed
 
 RECORD = "run.json"
 _VERSION = 2
@@ -118,16 +125,18 @@ def note_saved(out: Path, step: int) -> None:
         write_record(out, replace(record, saved_step=max(step, record.saved_step or 0)))
 
 
-def new_run_id() -> str:
+def draw_run_id() -> str:
     """An id that no other run has; W&B knows the run by it."""
     return uuid.uuid4().hex[:12]
 
 
-def remembered_record(name: str, known: KnownRun | None, origin: KnownRun | None) -> RunRecord | None:
+def build_record_from_checkpoint(
+    name: str, known: KnownRun | None, origin: KnownRun | None
+) -> RunRecord | None:
     """Make the record of a run that has none from a checkpoint: its own, else one of another run."""
     if known is not None:
         return RunRecord(
-            known.name, known.identity, known.attempt, known.wandb_id or new_run_id(), saved_step=known.step
+            known.name, known.identity, known.attempt, known.wandb_id or draw_run_id(), saved_step=known.step
         )
     if origin is None:
         return None
@@ -135,20 +144,20 @@ def remembered_record(name: str, known: KnownRun | None, origin: KnownRun | None
         name,
         {**origin.identity, "name": name} if origin.identity else {},
         attempt=0,
-        wandb_id=new_run_id(),
+        wandb_id=draw_run_id(),
         saved_step=None,
         origin=origin.folder,
         num_inherited=origin.num_rollbacks,
     )
 
 
-def foreign_files(out: Path) -> str:
+def list_foreign_files(out: Path) -> str:
     """The first files of a folder that no launch leaves there, listed; empty if there are none."""
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    return listed(sorted(names - _OURS_BEFORE_THE_RECORD), 5)
+    return join_listed(sorted(names - _OURS_BEFORE_THE_RECORD), 5)
 
 
-def lost_words(out: Path, saved_step: int) -> str:
+def describe_lost_checkpoints(out: Path, saved_step: int) -> str:
     """Say why a run without the checkpoints that it had does not start."""
     return (
         f"{out} had a checkpoint at step {saved_step:,} and now has none; a run never silently starts "
@@ -156,7 +165,7 @@ def lost_words(out: Path, saved_step: int) -> str:
     )
 
 
-def lost_here(out: Path, checkpoints: Path) -> list[str]:
+def find_lost_checkpoints(out: Path, checkpoints: Path) -> list[str]:
     """Say why a start would find nothing to go on from on this host; empty if it would find something."""
     try:
         record = read_record(out)
@@ -165,16 +174,16 @@ def lost_here(out: Path, checkpoints: Path) -> list[str]:
         return []
     if record is None or record.saved_step is None or there:
         return []
-    return [lost_words(out, record.saved_step)]
+    return [describe_lost_checkpoints(out, record.saved_step)]
 
 
-def newest_here(checkpoints: Path) -> KnownRun | None:
+def read_newest_known_run(checkpoints: Path) -> KnownRun | None:
     """Read what the newest readable checkpoint of a folder remembers; None if there is none.
 
     It reads the small files alone, and passes over what a start would set aside.
     """
     try:
-        folders = published(checkpoints)
+        folders = list_published(checkpoints)
     except OSError:
         return None
     return next((known for folder in folders if (known := read_known(folder)) is not None), None)
@@ -190,4 +199,4 @@ def read_known(folder: Path) -> KnownRun | None:
         state = RunState.from_json(text.decode())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return KnownRun.of(folder, manifest, state) if step_of(folder.name) in (None, manifest.step) else None
+    return KnownRun.of(folder, manifest, state) if parse_step(folder.name) in (None, manifest.step) else None

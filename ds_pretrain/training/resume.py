@@ -16,45 +16,45 @@ from typing import Any
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import Manifest
 from ds_pretrain.checkpoint.rng import preserve_streams
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.checkpoint.verify import Found
 from ds_pretrain.config.deepspeed import uses_bf16
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_rows, log
-from ds_pretrain.core.errors import InputError, agreed
+from ds_pretrain.core.errors import InputError, mark_agreed
 from ds_pretrain.core.metrics import IGNORED, Probe
 from ds_pretrain.core.state import RunState
 from ds_pretrain.core.text import say
-from ds_pretrain.data.loader import Batch, Feed, MicroBatch
+from ds_pretrain.data.loader import Batch, BatchLoader, MicroBatch
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.training.compatibility import identity_of, ropes_until, with_unit
+from ds_pretrain.training.compatibility import compute_identity, format_with_unit, list_ropes_until
 from ds_pretrain.training.record import KnownRun, RunRecord
-from ds_pretrain.training.step import sum_losses, token_losses_of
-from ds_pretrain.watchdog.rollback_log import Cure
+from ds_pretrain.training.step import compute_token_losses, sum_losses
+from ds_pretrain.watchdog.rollback_log import RollbackLog
 
 # Twenty times the difference that another number of ranks made in measurements: 6e-7 in fp32, 1e-4 in bf16.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
 @dataclass(frozen=True)
-class Wish:
+class StartOptions:
     """What the command line asks of one start, and no run file says."""
 
     stop_after: int | None = None  # this step ends the start as a request to stop would
     trust_pickle: bool = False  # open a checkpoint at `resume_from` that has no manifest
 
 
-NO_WISH = Wish()
+DEFAULT_OPTIONS = StartOptions()
 
 
-def known_run(found: Found | None) -> KnownRun | None:
+def read_known_run(found: Found | None) -> KnownRun | None:
     """What a checkpoint says of its run."""
     return None if found is None else KnownRun.of(found.folder, found.manifest, found.state)
 
 
 def find_start(
-    plan: Plan, wish: Wish, places: Places, cure: Cure, world: World
+    plan: Plan, wish: StartOptions, places: StorageLayout, cure: RollbackLog, world: World
 ) -> tuple[Found | None, Found | None]:
     """Find where a start begins: the newest checkpoint of the run's own, or else that of another run.
 
@@ -63,7 +63,7 @@ def find_start(
     Raises:
         InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
     """
-    is_left = partial(cure.abandons, heeds_stop=plan.run.watchdog.mode == "act")
+    is_left = partial(cure.is_abandoned, heeds_stop=plan.run.watchdog.mode == "act")
     own, origin = store.find(places, world, is_left), None
     if own is None:
         origin = _find_origin(plan, wish, world)
@@ -71,18 +71,18 @@ def find_start(
     return own, origin
 
 
-def _find_origin(plan: Plan, wish: Wish, world: World) -> Found | None:
+def _find_origin(plan: Plan, wish: StartOptions, world: World) -> Found | None:
     if plan.run.resume_from is None:
         return None
     accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
-    return store.elsewhere(Path(plan.run.resume_from), accepted, world)
+    return store.open_external(Path(plan.run.resume_from), accepted, world)
 
 
 def resume(
     found: Found | None,
     engine: Engine,
     enter_phase: Callable[[int], None],
-    feed: Feed,
+    feed: BatchLoader,
     plan: Plan,
     monitor: Monitor,
     began: float,
@@ -114,28 +114,28 @@ def resume(
     return state
 
 
-def tell_changes(record: RunRecord, monitor: Monitor) -> None:
+def report_changes(record: RunRecord, monitor: Monitor) -> None:
     """What of the plan is another than at the start before: accepted, or still ahead."""
     for change in record.changes:
         if change["attempt"] == record.attempt:
             field, old, new = (change[key] for key in ("field", "old", "new"))
-            now, before = with_unit(field, new), with_unit(field, old)
+            now, before = format_with_unit(field, new), format_with_unit(field, old)
             log.info(f"`{field}` is {now} from this start on; it was {before}")
             monitor.event("config_changed", field=field, old=before, new=now)
 
 
-def refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:
+def refuse_step(found: Found | None, plan: Plan, wish: StartOptions) -> None:
     """What a start cannot mean by where the run stands."""
     stands = 0 if found is None else found.state.step
     if found is not None and stands > plan.last_step:
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"{found.folder} stands at step {stands:,}, past the end of the schedule ({plan.last_step:,} "
                 "steps); set schedule.length back, or give the run file a new `out`"
             )
         )
     if wish.stop_after is not None and not stands < wish.stop_after <= plan.last_step:
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"--stop-after {wish.stop_after}: the run stands at step {stands:,} of {plan.last_step:,}; "
                 "give a step that is still to come"
@@ -143,20 +143,20 @@ def refuse_step(found: Found | None, plan: Plan, wish: Wish) -> None:
         )
 
 
-def probe_again(engine: Engine, batch: Batch, step: int, world: World) -> Probe:
+def repeat_probe(engine: Engine, batch: Batch, step: int, world: World) -> Probe:
     """The probe that the weights have on the first micro-batches of a batch already read. Collective.
 
     For a save after which no step comes. No random stream moves.
     """
     first = batch.micro_batches[0]
     rows = len(first.labels)
-    leads = world.rank % engine.ranks_a_sequence == 0  # of those who read the same rows
-    loss, checksum = _mean_loss(engine, [first], sum(batch.checksums[:rows]) if leads else 0, world)
-    return Probe(step, loss, checksum, world.readers(engine.ranks_a_sequence).size, rows)
+    leads = world.rank % engine.sequence_parallel_size == 0  # of those who read the same rows
+    loss, checksum = _compute_mean_loss(engine, [first], sum(batch.checksums[:rows]) if leads else 0, world)
+    return Probe(step, loss, checksum, world.data_parallel_world(engine.sequence_parallel_size).size, rows)
 
 
 def check_probe(
-    manifest: Manifest, state: RunState, engine: Engine, feed: Feed, plan: Plan, world: World
+    manifest: Manifest, state: RunState, engine: Engine, feed: BatchLoader, plan: Plan, world: World
 ) -> str:
     """Compare the loss of restored weights with the one that was stored; what came of it. Collective.
 
@@ -167,12 +167,14 @@ def check_probe(
     if saved is None or not isfinite(saved.loss):
         return "no loss was stored with it to compare"
     there = manifest.world_size, saved.num_ranks
-    here = world.size, world.readers(plan.sequence_parallel_size).size
-    if there != here and (rates := _dropout(json.loads(plan.model_text))):
+    here = world.size, world.data_parallel_world(plan.sequence_parallel_size).size
+    if there != here and (rates := _find_dropout(json.loads(plan.model_text))):
         return (
             f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
         )
-    before, now = (ropes_until(one, saved.step) for one in (manifest.identity, identity_of(plan, {})))
+    before, now = (
+        list_ropes_until(one, saved.step) for one in (manifest.identity, compute_identity(plan, {}))
+    )
     if before != now:
         return (
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
@@ -186,7 +188,7 @@ def check_probe(
     batches, checksum = feed.first_micro_batches(then, saved.num_ranks, saved.micro_batch_size)
     if checksum != saved.checksum:
         return "its loss cannot be compared: the data there is not what it was"
-    loss, _ = _mean_loss(engine, batches, 0, world)
+    loss, _ = _compute_mean_loss(engine, batches, 0, world)
     tolerance = TOLERANCE["bf16" if uses_bf16(plan.deepspeed) else "fp32"] * max(1.0, abs(saved.loss))
     if abs(loss - saved.loss) <= tolerance:
         return f"its loss on the first micro-batches of step {saved.step + 1:,} is what it was ({loss:.6f})"
@@ -196,7 +198,7 @@ def check_probe(
     )
     if plan.accepts("probe"):
         return f'{found}; accepted, as accept_changes = ["probe"] says'
-    raise agreed(
+    raise mark_agreed(
         InputError(
             f"{found}: its tensors are those that were saved, and it does not compute what they did; look "
             "for another version of a library, other attention kernels or sick hardware, or accept it with "
@@ -205,21 +207,21 @@ def check_probe(
     )
 
 
-def _mean_loss(
+def _compute_mean_loss(
     engine: Engine, batches: Sequence[MicroBatch], checksum: int, world: World
 ) -> tuple[float, int]:
     """Mean cross-entropy over the micro-batches of all ranks, in training mode, and the sum of checksums."""
     nll, count = 0.0, 0
     with preserve_streams():
         for micro in batches:
-            losses, labels = token_losses_of(engine, micro)  # [B, T] each
+            losses, labels = compute_token_losses(engine, micro)  # [B, T] each
             nll += sum_losses(losses)
             count += int((labels != IGNORED).sum())
     total = gather_rows(world, [nll, count, checksum]).sum(axis=0)
     return float(total[0] / total[1]), int(total[2])
 
 
-def _dropout(config: Mapping[str, Any]) -> list[str]:
+def _find_dropout(config: Mapping[str, Any]) -> list[str]:
     """The rates of dropout that a model config sets, in its own names."""
     return [
         f"{key} = {value}"

@@ -10,27 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import published, step_of
-from ds_pretrain.checkpoint.retention import CALM, is_left
+from ds_pretrain.checkpoint.manifest import list_published, parse_step
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, is_marked_abandoned
 from ds_pretrain.checkpoint.rng import preserve_streams
-from ds_pretrain.checkpoint.storage import Places
-from ds_pretrain.checkpoint.verify import Found, found_at_step
+from ds_pretrain.checkpoint.storage import StorageLayout
+from ds_pretrain.checkpoint.verify import Found, find_at_step
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, gather_rows, log, on_each_rank, on_main
-from ds_pretrain.core.errors import CannotSave, NeedsPerson, RunError, agreed
+from ds_pretrain.core.distributed import World, gather_rows, log, run_on_each_rank, run_on_main
+from ds_pretrain.core.errors import CannotSave, NeedsOperator, RunError, mark_agreed
 from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import Rollback, RunState, SkipLedger, Verdict
-from ds_pretrain.core.text import counted
-from ds_pretrain.data.inspect import passages
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.core.text import format_count_of
+from ds_pretrain.data.inspect import read_passages
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.training.incidents import Incidents, RankLosses
-from ds_pretrain.training.step import sum_losses, token_losses_of
+from ds_pretrain.training.step import compute_token_losses, sum_losses
 from ds_pretrain.watchdog.detector import is_warm, judge, norm_limit
-from ds_pretrain.watchdog.policy import Response, after_rollback, respond
-from ds_pretrain.watchdog.rollback_log import CURE, write_cure
+from ds_pretrain.watchdog.policy import Response, apply_rollback, respond
+from ds_pretrain.watchdog.rollback_log import ROLLBACKS, write_rollback_log
 
 # The samples with the highest loss under the weights that were gone back to, around the onset of the trouble:
 # the weights at the spike find everything strange, these tell a poisoned sample from its neighbors.
@@ -47,7 +47,7 @@ class Watchdog:
         self,
         plan: Plan,
         monitor: Monitor,
-        places: Places,
+        places: StorageLayout,
         attempt: int,
         enter: Callable[[int], None],
         world: World,
@@ -58,9 +58,9 @@ class Watchdog:
         self._monitor, self._incidents = monitor, Incidents(plan, monitor, world)
         self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
-    def take_up(self, state: RunState, engine: Engine, feed: Feed) -> None:
+    def resume(self, state: RunState, engine: Engine, feed: BatchLoader) -> None:
         """Begin with the state of a start; tell what a crash kept from being told. Collective."""
-        lacking = on_main(self._world, lambda: self._incidents.lacking(state))
+        lacking = run_on_main(self._world, lambda: self._incidents.list_unreported(state))
         if lacking:
             rollback, ledger = state.rollbacks[-1], state.ledger
             if rollback.response == "skip":  # what it met was read under the ledger before it
@@ -91,28 +91,30 @@ class Watchdog:
         is_judged = self._plan.run.watchdog.mode != "off" and not self._unknown
         healthy = is_judged and verdict.action == "ok" and memory.spike is None
         after = state.after_step(record.update_applied, memory, healthy)
-        self._incidents.note(after, record, rank_losses, verdict)
+        self._incidents.note_step(after, record, rank_losses, verdict)
         if not record.update_applied:
-            self._incidents.dropped(record, ids, after.num_skipped_updates)
+            self._incidents.record_skipped_update(record, ids, after.num_skipped_updates)
         return after, verdict
 
-    def wants_back(self, state: RunState, verdict: Verdict) -> bool:
+    def should_roll_back(self, state: RunState, verdict: Verdict) -> bool:
         """True if the run has to go back; in mode "observe" it only says what it would do."""
         if not verdict.roll_back:
             return False
         if self._plan.run.watchdog.mode == "act":
             return True
         if self._world.is_main:
-            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            calm = list_saved_steps(self._places.root, state.rollbacks, calm=True)
             response = self._respond(state, verdict, state.step, calm)
-            self._incidents.observed(state.step, verdict, response)
+            self._incidents.record_observation(state.step, verdict, response)
         return False
 
     def _respond(self, state: RunState, verdict: Verdict, step: int, calm: Sequence[int]) -> Response:
         section, timeline = self._plan.run.watchdog, self._plan.timeline
         return respond(section, timeline, state.rollbacks, verdict, step, calm)
 
-    def roll_back(self, state: RunState, verdict: Verdict, engine: Engine, feed: Feed, step: int) -> RunState:
+    def roll_back(
+        self, state: RunState, verdict: Verdict, engine: Engine, feed: BatchLoader, step: int
+    ) -> RunState:
         """Go back to an older calm checkpoint, in this process; the state to go on from. Collective.
 
         What is skipped, and that a rollback was spent, is on disk before the older weights are loaded.
@@ -121,41 +123,43 @@ class Watchdog:
             NeedsPerson: nothing is left to try; a supervisor must not start the run again.
         """
         assert verdict.onset is not None
-        self._incidents.met_again(verdict.onset, step)
+        self._incidents.record_recurrence(verdict.onset, step)
         found, response = self._way_back(state, verdict, step)
         rollback = self._decided(verdict, response, found.state.step, step)
-        after = after_rollback(
+        after = apply_rollback(
             state, found.state, response, rollback, self._plan.run.watchdog, self._plan.timeline
         )
         self._written(after)
         log.warning(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
         self._told(after, feed, verdict, response.reason)
-        store.leave(self._places, after.step, self._world)
+        store.discard_after(self._places, after.step, self._world)
         store.restore(found, engine, self._plan.run.seed, self._world)
         self._look_for_suspects(after, engine, feed, state.ledger)
         self._incidents.begin(after)
         return after
 
-    def _told(self, after: RunState, feed: Feed, verdict: Verdict, reason: str, **more: Any) -> None:
+    def _told(self, after: RunState, feed: BatchLoader, verdict: Verdict, reason: str, **more: Any) -> None:
         """The newest rollback of `after`, and what it skips."""
         rollback = after.rollbacks[-1]
-        self._incidents.decided(
+        self._incidents.record_decision(
             "rollback",
             len(after.rollbacks),
             rollback,
             verdict,
             reason,
             to_step=rollback.to_step,
-            skipped=_skipped(feed, after) if rollback.response == "skip" else None,
+            skipped=_describe_skip(feed, after) if rollback.response == "skip" else None,
             **more,
         )
 
-    def _look_for_suspects(self, after: RunState, engine: Engine, feed: Feed, ledger: SkipLedger) -> None:
+    def _look_for_suspects(
+        self, after: RunState, engine: Engine, feed: BatchLoader, ledger: SkipLedger
+    ) -> None:
         """In what was read under `ledger`, by the weights that were gone back to. Collective."""
         rollback = after.rollbacks[-1]
-        steps = offending_steps(rollback.onset, rollback.to_step, rollback.step)
+        steps = find_offending_steps(rollback.onset, rollback.to_step, rollback.step)
         found = find_suspects(engine, feed, self._enter, steps, ledger, self._world)
-        self._incidents.suspects(len(after.rollbacks), rollback, found)
+        self._incidents.record_high_loss_samples(len(after.rollbacks), rollback, found)
 
     def finish(self, state: RunState) -> None:
         """Say it loudly if the last steps of the run were not healthy: too late for a verdict."""
@@ -163,13 +167,13 @@ class Watchdog:
         if state.watchdog.spike is None or self._plan.run.watchdog.mode == "off":
             return
         if self._world.is_main:
-            calm = saved_steps(self._places.root, state.rollbacks, calm=True)
+            calm = list_saved_steps(self._places.root, state.rollbacks, calm=True)
             newest = f"step {max(calm):,}" if calm else "none"
             onset = state.watchdog.spike.onset
             self._monitor.report(
                 "warning",
                 f"the run ends in a spike that began at step {onset:,}, less than "
-                f"{counted(patience, 'step')} before the end, so that nothing was done about "
+                f"{format_count_of(patience, 'step')} before the end, so that nothing was done about "
                 f"it; the newest calm checkpoint: {newest}",
                 step=state.step,
             )
@@ -181,18 +185,20 @@ class Watchdog:
             response = self._respond(state, verdict, step, calm)
             if response.action == "stop" or response.to_step is None:
                 raise self._needs_person(state, verdict, response, step)
-            outcome = found_at_step(self._places, response.to_step, self._world)
+            outcome = find_at_step(self._places, response.to_step, self._world)
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
-                return store.fitted(outcome, deepspeed, self._places, self._world), response
+                return store.reshard_if_needed(outcome, deepspeed, self._places, self._world), response
             log.warning(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
             calm = [c for c in calm if c != response.to_step]
 
     def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
         """The steps of the checkpoints that any host has, or that were shipped. Collective."""
-        root, leads = self._places.root, self._places.leads(self._world)
-        here = on_each_rank(self._world, lambda: saved_steps(root, state.rollbacks, calm) if leads else [])
-        shipped = on_main(self._world, lambda: shipped_steps(self._places, calm))
+        root, leads = self._places.root, self._places.is_leader(self._world)
+        here = run_on_each_rank(
+            self._world, lambda: list_saved_steps(root, state.rollbacks, calm) if leads else []
+        )
+        shipped = run_on_main(self._world, lambda: list_uploaded_steps(self._places, calm))
         return sorted({*(step for steps in here for step in steps), *shipped})
 
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
@@ -202,19 +208,21 @@ class Watchdog:
 
     def _written(self, after: RunState, untold: str | None = None) -> None:
         try:
-            on_main(self._world, lambda: write_cure(self._plan.out, after, untold))
+            run_on_main(self._world, lambda: write_rollback_log(self._plan.out, after, untold))
         except RunError as problem:
             if untold is not None:
                 log.warning(f"that the run needs a person cannot be written down: {problem}")
                 return
-            path = self._plan.out / CURE
-            raise agreed(
+            path = self._plan.out / ROLLBACKS
+            raise mark_agreed(
                 CannotSave(
                     f"the rollback cannot be written to {path}, so it is not made: {problem}; make room"
                 )
             ) from None
 
-    def _needs_person(self, state: RunState, verdict: Verdict, response: Response, step: int) -> NeedsPerson:
+    def _needs_person(
+        self, state: RunState, verdict: Verdict, response: Response, step: int
+    ) -> NeedsOperator:
         """Write down where the next start goes on, and say all that is known. Collective."""
         if response.to_step is None:  # none is calm: the newest that is older than the trouble
             assert verdict.onset is not None
@@ -225,7 +233,7 @@ class Watchdog:
         stopped = replace(state, rollbacks=(*state.rollbacks, stop))
         diagnosis = self._diagnosis(state, verdict, response, step)
         self._written(stopped, untold=diagnosis)
-        self._incidents.decided(
+        self._incidents.record_decision(
             "needs_operator",
             len(stopped.rollbacks),
             stop,
@@ -234,7 +242,7 @@ class Watchdog:
             to_step=response.to_step,
             diagnosis=diagnosis,
         )
-        return NeedsPerson(diagnosis)
+        return NeedsOperator(diagnosis)
 
     def _diagnosis(self, state: RunState, verdict: Verdict, response: Response, step: int) -> str:
         tried = "".join(
@@ -256,25 +264,25 @@ class Watchdog:
         )
 
 
-def saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[int]:
+def list_saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[int]:
     """The checkpoints of a folder that a run may go back to: none, even pinned, of a branch that it left."""
-    folders = [folder for folder in published(root) if not calm or (folder / CALM).exists()]
-    return [step_of(f.name) or 0 for f in folders if not is_left(f, rollbacks)]
+    folders = [folder for folder in list_published(root) if not calm or (folder / KNOWN_GOOD).exists()]
+    return [parse_step(f.name) or 0 for f in folders if not is_marked_abandoned(f, rollbacks)]
 
 
-def shipped_steps(places: Places, calm: bool) -> list[int]:
+def list_uploaded_steps(places: StorageLayout, calm: bool) -> list[int]:
     """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
     if places.remote is None:
         return []
     try:
-        steps = places.remote.steps()
-        return [step for step in steps if not calm or places.remote.size(step, CALM) is not None]
+        steps = places.remote.list_steps()
+        return [step for step in steps if not calm or places.remote.get_size(step, KNOWN_GOOD) is not None]
     except OSError as error:
-        log.warning(f"which checkpoints {places.remote.place} has is not known: {error}")
+        log.warning(f"which checkpoints {places.remote.location} has is not known: {error}")
         return []
 
 
-def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:
+def _describe_skip(feed: BatchLoader, state: RunState) -> Mapping[str, Any]:
     """The newest entry of the ledger, with its samples."""
     skip = state.ledger.skips[-1]
     return {
@@ -282,18 +290,18 @@ def _skipped(feed: Feed, state: RunState) -> Mapping[str, Any]:
         "start": skip.start,
         "stop": skip.stop,
         "num_samples": skip.stop - skip.start,
-        "samples": feed.sampler.skipped(skip, state.ledger).grouped(),
+        "samples": feed.sampler.skipped(skip, state.ledger).group_by_source(),
     }
 
 
-def offending_steps(onset: int, to_step: int, step: int) -> range:
+def find_offending_steps(onset: int, to_step: int, step: int) -> range:
     """The steps to look at: those around the onset that lie between the checkpoint and the decision."""
     return range(max(to_step + 1, onset - STEPS_BEFORE), min(step, onset + STEPS_AFTER) + 1)
 
 
 def find_suspects(
     engine: Engine,
-    feed: Feed,
+    feed: BatchLoader,
     enter: Callable[[int], None],
     steps: Sequence[int],
     ledger: SkipLedger,
@@ -305,24 +313,24 @@ def find_suspects(
     Collective.
     """
     found: list[tuple[float, int, int]] = []  # (loss, step, place in the global batch)
-    with preserve_streams(), engine.evaluating():
+    with preserve_streams(), engine.evaluation_mode():
         for step in steps:
             enter(step - 1)
             batch = feed.read(step - 1, ledger)
             sums: list[tuple[float, int]] = []  # of each sample that this rank reads
             for micro in batch.micro_batches:
-                losses, labels = token_losses_of(engine, micro)  # [B, T] each
+                losses, labels = compute_token_losses(engine, micro)  # [B, T] each
                 counts = (labels != IGNORED).sum(dim=-1).tolist()  # [B]
                 sums += zip(map(sum_losses, losses), counts, strict=True)
             rows = gather_rows(world, [number for sample in sums for number in sample])  # [W, 2 * samples]
-            means = _mean_losses(rows, engine.ranks_a_sequence)
+            means = _compute_mean_losses(rows, engine.sequence_parallel_size)
             found += [(loss, step, place) for place, loss in enumerate(means)]
     if not world.is_main:
         return []
-    return _described(feed, ledger, sorted(found, reverse=True)[:NUM_SUSPECTS])
+    return _describe_samples(feed, ledger, sorted(found, reverse=True)[:NUM_SUSPECTS])
 
 
-def _mean_losses(rows: NDArray[np.float64], shared: int) -> list[float]:
+def _compute_mean_losses(rows: NDArray[np.float64], shared: int) -> list[float]:
     """In nats a token, of each sample of a global batch; one that is no number is the strangest of all.
 
     `rows` [W, 2 * samples of a rank] are sums and counts; ranks that share their samples are neighbors.
@@ -333,14 +341,14 @@ def _mean_losses(rows: NDArray[np.float64], shared: int) -> list[float]:
     return [float(mean) for mean in np.where(np.isnan(means), inf, means)]
 
 
-def _described(
-    feed: Feed, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
+def _describe_samples(
+    feed: BatchLoader, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
 ) -> list[dict[str, Any]]:
     """Suspects with their text. What cannot be shown costs its text, and never the run."""
     told: dict[tuple[int, int], dict[str, Any]] = {}
     for step in sorted({step for _, step, _ in suspects}):
         ids, places = feed.sampler.ids(step - 1, ledger), [p for _, at, p in suspects if at == step]
-        listed = ids.listed()
+        listed = ids.to_list()
         for place in places:
             source, epoch, sample = listed[place]
             told[step, place] = {
@@ -351,7 +359,7 @@ def _described(
                 "text": "",
             }
         try:
-            for place, passage in zip(places, passages(ids, places, feed.sources), strict=True):
+            for place, passage in zip(places, read_passages(ids, places, feed.sources), strict=True):
                 shown = {"documents": list(passage.documents), "text": passage.text[:_MOST_CHARACTERS]}
                 told[step, place] |= shown
         except Exception as error:  # a tokenizer may raise what it likes, and this is on one rank

@@ -16,19 +16,19 @@ from time import monotonic, perf_counter, sleep
 from types import TracebackType
 from typing import Self
 
-from ds_pretrain.checkpoint.interval import Costs, advice_lines, stall_warning
-from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, published, step_name, step_of
+from ds_pretrain.checkpoint.interval import Costs, check_stall, format_interval_advice
+from ds_pretrain.checkpoint.manifest import DEEPSPEED, Manifest, list_published, parse_step, step_name
 from ds_pretrain.checkpoint.retention import (
-    CALM,
-    SHIPPED,
+    KNOWN_GOOD,
+    UPLOADED,
     WallClock,
-    is_left,
-    is_shipped,
+    is_marked_abandoned,
+    is_uploaded,
     prune,
 )
-from ds_pretrain.checkpoint.save import Outcome, Saves
-from ds_pretrain.checkpoint.storage import ASSEMBLED, Places
-from ds_pretrain.checkpoint.upload import Shipper
+from ds_pretrain.checkpoint.save import SaveOutcome, Saves
+from ds_pretrain.checkpoint.storage import ASSEMBLED, StorageLayout
+from ds_pretrain.checkpoint.upload import Uploader
 from ds_pretrain.config.deepspeed import zero_stage
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World, gather_objects, log
@@ -38,7 +38,7 @@ from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import RunState
 from ds_pretrain.engine.engine import Engine
 from ds_pretrain.monitor.monitor import Monitor
-from ds_pretrain.training.curriculum import model_text
+from ds_pretrain.training.curriculum import resolve_model_text
 from ds_pretrain.training.record import RunRecord, note_saved
 
 # torch rounds each pinned buffer up to a power of two: up to twice the bytes.
@@ -51,17 +51,17 @@ STOP_PATIENCE_SECONDS = 10.0  # at a stop: whoever asked for it may not wait lon
 _POLL_SECONDS = 2.0  # how long other ranks wait in one collective
 
 
-class Shipping:
+class Uploads:
     """What one start ships, on every rank; a host's leader has a process for it. Opening is collective."""
 
-    def __init__(self, plan: Plan, places: Places, world: World) -> None:
+    def __init__(self, plan: Plan, places: StorageLayout, world: World) -> None:
         self._plan, self._places, self._world = plan, places, world
         self.is_on = plan.upload_to is not None
-        self._shipper: Shipper | None = None
-        leads = gather_objects(world, places.leads(world))
+        self._shipper: Uploader | None = None
+        leads = gather_objects(world, places.is_leader(world))
         if plan.upload_to is not None and leads[world.rank]:
             host, keep = sum(leads[: world.rank]), plan.run.checkpoint.keep_last
-            self._shipper = Shipper(places.root, plan.upload_to, host, keep, plan.keep_every)
+            self._shipper = Uploader(places.root, plan.upload_to, host, keep, plan.keep_every)
 
     def __enter__(self) -> Self:
         if self._shipper is not None:
@@ -89,7 +89,7 @@ class Shipping:
             done = self._shipper is None or self._shipper.wait(max(0.0, rest)) or rest <= 0
             if all(gather_objects(self._world, done)):
                 break
-        left = (platform.node(), self._places.root, self._shipper and self._shipper.unshipped())
+        left = (platform.node(), self._places.root, self._shipper and self._shipper.list_not_uploaded())
         for node, root, steps in gather_objects(self._world, left):
             if steps:
                 listed = ", ".join(f"{step:,}" for step in steps[::-1])
@@ -109,8 +109,8 @@ class Saver:
         record: RunRecord,
         engine: Engine,
         monitor: Monitor,
-        places: Places,
-        shipping: Shipping,
+        places: StorageLayout,
+        shipping: Uploads,
         restore_seconds: float,
         world: World,
     ) -> None:
@@ -121,20 +121,20 @@ class Saver:
         # Of the save under way, beside its own copies: for the save before it, and for its own end.
         self._waited_seconds = self._finished_seconds = 0.0
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._behind, expected_bytes = fits_in_memory(engine, world, places.per_host)
+        self._behind, expected_bytes = check_memory(engine, world, places.per_host)
         self._saves = Saves(places, world, self._published, expected_bytes)
         self._shipping = shipping
-        self._seen_shipped = {folder for folder in published(places.root) if is_shipped(folder)}
+        self._seen_shipped = {folder for folder in list_published(places.root) if is_uploaded(folder)}
         self._restore_seconds = restore_seconds
         # When the newest published saves began, how long each stalled training, and took in all.
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=_MOST_MEASURED)
         self._warned = False  # of saves that stall training for too long
-        self._not_yet_calm = {f for f in published(places.root) if not (f / CALM).exists()}
+        self._not_yet_calm = {f for f in list_published(places.root) if not (f / KNOWN_GOOD).exists()}
 
     @property
     def progress(self) -> int:
         """How far this rank's part of the save under way is; for the row of a step."""
-        return self._saves.stage
+        return self._saves.progress
 
     def is_due(self, state: RunState) -> bool:
         """By steps and tokens, at the end of a phase, after the first and the last step."""
@@ -162,7 +162,7 @@ class Saver:
         texts = {
             "run.toml": self._plan.run_text,
             DEEPSPEED: self._plan.deepspeed_text,
-            "model.json": model_text(self._plan, state.step),
+            "model.json": resolve_model_text(self._plan, state.step),
         }
         manifest = self._manifest(state)
         self._waited_seconds, self._finished_seconds = waited, 0.0
@@ -171,7 +171,7 @@ class Saver:
             self._finish_probed(state.step, probe)
         self._clock.restart()
 
-    def save_surely(self, state: RunState, probe: Callable[[], Probe]) -> None:
+    def save_blocking(self, state: RunState, probe: Callable[[], Probe]) -> None:
         """Save, and return only when the checkpoint is published. Collective.
 
         Raises:
@@ -184,30 +184,30 @@ class Saver:
                 return
             sleep(RETRY_SECONDS)
 
-    def save_for_person(self, state: RunState, probe: Callable[[], Probe]) -> None:
+    def save_for_operator(self, state: RunState, probe: Callable[[], Probe]) -> None:
         """Save where a run stands that needs a person, and ship it: the next start goes on from an older one,
         but what went wrong can be looked at. Collective.
         """
         with contextlib.suppress(CannotSave):  # told already; why the run ends is more than that
-            self.save_surely(state, probe)
-        self.ship_rest(STOP_PATIENCE_SECONDS)
+            self.save_blocking(state, probe)
+        self.finish_uploads(STOP_PATIENCE_SECONDS)
 
     def note_health(self, state: RunState) -> None:
         """Mark as calm what enough healthy steps came after: only that may be gone back to."""
         patience = self._plan.run.watchdog.patience
-        if state.num_healthy < patience or not self._not_yet_calm:
+        if state.num_healthy_steps < patience or not self._not_yet_calm:
             return
-        calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) + patience <= state.step}
+        calm = {f for f in self._not_yet_calm if (parse_step(f.name) or 0) + patience <= state.step}
         self._not_yet_calm -= calm
-        for folder in calm if self._places.leads(self._world) else ():
-            if is_left(folder, state.rollbacks):  # pinned, and of before a rollback
+        for folder in calm if self._places.is_leader(self._world) else ():
+            if is_marked_abandoned(folder, state.rollbacks):  # pinned, and of before a rollback
                 continue
             with contextlib.suppress(OSError):  # it was pruned, or set aside
-                (folder / CALM).touch()
+                (folder / KNOWN_GOOD).touch()
 
-    def gone_back(self, state: RunState) -> None:
+    def on_rollback(self, state: RunState) -> None:
         """The run goes on from an older checkpoint: what was saved after it will never be calm."""
-        self._not_yet_calm = {f for f in self._not_yet_calm if (step_of(f.name) or 0) <= state.step}
+        self._not_yet_calm = {f for f in self._not_yet_calm if (parse_step(f.name) or 0) <= state.step}
         self._saved_step = None
         self._clock.restart()
 
@@ -217,18 +217,18 @@ class Saver:
         `probe` is None if the step's loss is not to be trusted: it says nothing of the weights before it.
         """
         if probe is not None:
-            self._saves.probed(probe.step, probe)
+            self._saves.record_probe(probe.step, probe)
         self._note(self._saves.advance(progress))
 
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
         self._note(self._saves.finish())
 
-    def ship_rest(self, patience_seconds: float) -> None:
+    def finish_uploads(self, patience_seconds: float) -> None:
         """Wait so long for what is not shipped yet; then delete here what need not stay. Collective."""
         self._shipping.finish(patience_seconds)
         self._note_shipped()
-        if self._places.leads(self._world) and self._shipping.is_on:
+        if self._places.is_leader(self._world) and self._shipping.is_on:
             self._prune()
 
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
@@ -237,12 +237,12 @@ class Saver:
         if self._saves.is_under_way:
             found = probe()
             if isfinite(found.loss):
-                self._saves.probed(step, found)
+                self._saves.record_probe(step, found)
         outcome = self._saves.finish()
         self._finished_seconds = perf_counter() - began
         self._note(outcome)
 
-    def _note(self, outcome: Outcome | None) -> None:
+    def _note(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:
             return
         stall_seconds = outcome.stall_seconds + self._waited_seconds + self._finished_seconds
@@ -276,7 +276,7 @@ class Saver:
                 f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
             )
 
-    def _cost_lines(self, outcome: Outcome) -> Iterator[str]:
+    def _cost_lines(self, outcome: SaveOutcome) -> Iterator[str]:
         """Take the costs of a published save; what follows for how often to save, each thing once a start."""
         section = self._plan.run.checkpoint
         stall_seconds, total_seconds = outcome.stall_seconds, outcome.total_seconds
@@ -286,25 +286,25 @@ class Saver:
         if len(intervals) < _MEASURED_SAVES:
             return
         stall = median(stalled for _, stalled, _ in [*self._measured][1:])  # the first allocates buffers
-        warning = (
-            None if self._warned else stall_warning(stall, median(intervals), section.max_stall_fraction)
-        )
+        warning = None if self._warned else check_stall(stall, median(intervals), section.max_stall_fraction)
         if warning is not None:
             self._warned = True
             yield warning
         if section.mtbf is not None and len(intervals) == _MEASURED_SAVES:
             complete = median(total for _, _, total in self._measured)
             costs = Costs(stall, complete, self._restore_seconds, section.mtbf.seconds)
-            yield from advice_lines(costs, median(intervals))
+            yield from format_interval_advice(costs, median(intervals))
 
     def _note_shipped(self) -> None:
         """Record what has been shipped from rank 0's host since the last look."""
         if not self._world.is_main or not self._shipping.is_on:
             return
-        shipped = {f for f in published(self._places.root) if f not in self._seen_shipped and is_shipped(f)}
+        shipped = {
+            f for f in list_published(self._places.root) if f not in self._seen_shipped and is_uploaded(f)
+        }
         for folder in sorted(shipped):
             with contextlib.suppress(OSError, ValueError, KeyError):  # it was pruned meanwhile
-                mark = json.loads((folder / SHIPPED).read_text())
+                mark = json.loads((folder / UPLOADED).read_text())
                 told = {"checkpoint": folder.name, "bytes": mark["bytes"], "seconds": mark["seconds"]}
                 self._monitor.event("upload", **told)
         self._seen_shipped |= shipped
@@ -351,7 +351,7 @@ class Saver:
         )
 
 
-def fits_in_memory(engine: Engine, world: World, per_host: bool) -> tuple[bool, int]:
+def check_memory(engine: Engine, world: World, per_host: bool) -> tuple[bool, int]:
     """Whether every host can hold its ranks' copies, and the bytes that go to one folder. Collective."""
     asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
     total = sum(size for name, size, _ in asked if not per_host or name == platform.node())

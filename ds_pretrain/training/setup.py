@@ -14,37 +14,44 @@ import torch
 from torch import nn
 
 from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest
-from ds_pretrain.checkpoint.remote import Remote, open_remote, remote_at
+from ds_pretrain.checkpoint.remote import Remote, open_remote, reopen_remote
 from ds_pretrain.checkpoint.rng import preserve_streams, seed_streams
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.deepspeed import uses_bf16
 from ds_pretrain.config.plan import Plan
-from ds_pretrain.core.distributed import World, from_main, gather_objects, on_each_rank, on_main, uses_gpu
-from ds_pretrain.core.errors import InputError, NeedsPerson, agreed
+from ds_pretrain.core.distributed import (
+    World,
+    broadcast_from_main,
+    gather_objects,
+    run_on_each_rank,
+    run_on_main,
+    uses_gpu,
+)
+from ds_pretrain.core.errors import InputError, NeedsOperator, mark_agreed
 from ds_pretrain.core.files import FileLock, ensure_writable_folder, write_atomic
 from ds_pretrain.core.run_files import hold_run_directory
 from ds_pretrain.core.text import say
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.validation_set import ValidationSet, make_validation_set
-from ds_pretrain.engine.engine import Engine, dtype_of, gather, open_engine, partition
-from ds_pretrain.engine.sequence_parallel import SharedSequences, refuse_unlike
-from ds_pretrain.models.attention import document_inputs, refuse_leaks, replace_kernel, require_kernel
+from ds_pretrain.engine.engine import Engine, gather, get_dtype, open_engine, open_partitioning
+from ds_pretrain.engine.sequence_parallel import SequenceParallel, refuse_unlike
+from ds_pretrain.models.attention import bind_attention_inputs, refuse_leaks, replace_kernel, require_kernel
 from ds_pretrain.models.build import build_model, set_recompute
 from ds_pretrain.models.flops import flops_per_token, peak_flops
 from ds_pretrain.models.init import KindReport
-from ds_pretrain.models.param_groups import parameter_groups
-from ds_pretrain.models.pretrained import Base
+from ds_pretrain.models.param_groups import build_parameter_groups
+from ds_pretrain.models.pretrained import Pretrained
 from ds_pretrain.models.rope import apply_rope, restore_rotary
 from ds_pretrain.models.rope_config import describe_rope
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.monitor.wandb import WandbRun
-from ds_pretrain.training.curriculum import open_sampler, phase_models
+from ds_pretrain.training.curriculum import open_sampler, resolve_phase_models
 from ds_pretrain.training.record import RunRecord, read_record
-from ds_pretrain.watchdog.rollback_log import Cure, read_cure
+from ds_pretrain.watchdog.rollback_log import RollbackLog, read_rollback_log
 
 
-def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[Places, Cure]:
+def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[StorageLayout, RollbackLog]:
     """Take the run directory for this start: lock it, prove every folder and store, read its rollbacks.
 
     Collective.
@@ -53,12 +60,14 @@ def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[Places, C
         InputError: another start holds it, or a folder or a store cannot be used.
         NeedsPerson: the run died before it could end with this; it does now.
     """
-    on_main(world, lambda: hold_run_directory(lock, plan.out, f"{plan.run_path}: out"))
+    run_on_main(world, lambda: hold_run_directory(lock, plan.out, f"{plan.run_path}: out"))
     require_shared_folder(plan.out, world)
     places = open_places(plan, world)
-    cure = on_main(world, lambda: read_cure(plan.out))
-    if cure.untold is not None:
-        raise agreed(NeedsPerson(f"{cure.untold}\n(the run died before it could end with this; it does now)"))
+    cure = run_on_main(world, lambda: read_rollback_log(plan.out))
+    if cure.unreported is not None:
+        raise mark_agreed(
+            NeedsOperator(f"{cure.unreported}\n(the run died before it could end with this; it does now)")
+        )
     return places, cure
 
 
@@ -69,13 +78,13 @@ def require_shared_folder(folder: Path, world: World, patience_seconds: float = 
         InputError: a host has a folder of its own there; its checkpoints would be torn.
     """
     word, token = folder / ".shared", uuid.uuid4().hex
-    on_main(world, lambda: write_atomic(word, token))
-    expected, deadline = from_main(world, token), monotonic() + patience_seconds
-    while (sees := _reads(word, expected)) is False and monotonic() < deadline:
+    run_on_main(world, lambda: write_atomic(word, token))
+    expected, deadline = broadcast_from_main(world, token), monotonic() + patience_seconds
+    while (sees := _can_read(word, expected)) is False and monotonic() < deadline:
         sleep(0.2)  # a network file system may show a new file late
     blind = {node for node, sees in gather_objects(world, (platform.node(), sees)) if not sees}
     if blind:
-        raise agreed(
+        raise mark_agreed(
             InputError(
                 f"{folder.absolute()} is not the same folder on {', '.join(sorted(blind))}; `out` must lie "
                 "on a file system that all hosts share"
@@ -83,22 +92,22 @@ def require_shared_folder(folder: Path, world: World, patience_seconds: float = 
         )
 
 
-def open_places(plan: Plan, world: World) -> Places:
+def open_places(plan: Plan, world: World) -> StorageLayout:
     """Where this run's checkpoints are, proved to be there and to be what the run file says. Collective.
 
     Raises:
         InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
     """
     per_host = plan.run.checkpoint.local_dir is not None
-    places = Places(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
+    places = StorageLayout(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
     if per_host:
         _require_own_folders(places, world)
     if plan.upload_to is None:
         return places
     place = plan.upload_to
-    on_main(world, lambda: _prove_place(plan, open_remote(place)))
-    on_each_rank(world, lambda: remote_at(place).place)
-    return replace(places, remote=remote_at(place))
+    run_on_main(world, lambda: _prove_place(plan, open_remote(place)))
+    run_on_each_rank(world, lambda: reopen_remote(place).location)
+    return replace(places, remote=reopen_remote(place))
 
 
 def _prove_place(plan: Plan, remote: Remote) -> None:
@@ -106,7 +115,7 @@ def _prove_place(plan: Plan, remote: Remote) -> None:
     _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
 
 
-def label_place(places: Places, record: RunRecord) -> None:
+def label_remote(places: StorageLayout, record: RunRecord) -> None:
     """Say at the remote place whose checkpoints lie there. On rank 0.
 
     Raises:
@@ -114,53 +123,53 @@ def label_place(places: Places, record: RunRecord) -> None:
     """
     if places.remote is not None:
         _refuse_other_run(places.remote, record.name, record.wandb_id)
-        if places.remote.label() is None:
-            places.remote.set_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
+        if places.remote.read_label() is None:
+            places.remote.write_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
 
 
 def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
     """Raise InputError if the checkpoints at a place are of another name or run; None: no run of ours yet."""
     try:
-        found = json.loads(remote.label() or b"{}") or _newest_owner(remote)
+        found = json.loads(remote.read_label() or b"{}") or _read_newest_owner(remote)
     except (OSError, ValueError):
         return  # whoever reads a checkpoint there says what is wrong
     if not isinstance(found, dict):
         raise InputError(
-            f"checkpoint.upload_to = {remote.place} has a label that is none of ours; give another place"
+            f"checkpoint.upload_to = {remote.location} has a label that is none of ours; give another place"
         )
     if found and (found.get("name") != name or run not in (None, found.get("run"))):
         raise InputError(
-            f"checkpoint.upload_to = {remote.place} holds the checkpoints of another run "
+            f"checkpoint.upload_to = {remote.location} holds the checkpoints of another run "
             f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run a place of its own"
         )
 
 
-def _newest_owner(remote: Remote) -> dict[str, Any]:
+def _read_newest_owner(remote: Remote) -> dict[str, Any]:
     """Whose the newest checkpoint is at a place without a label."""
-    for step in remote.steps():
+    for step in remote.list_steps():
         manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
         return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}
     return {}
 
 
-def _require_own_folders(places: Places, world: World) -> None:
+def _require_own_folders(places: StorageLayout, world: World) -> None:
     """Make sure that no two hosts save to one folder, where each has to have its own. Collective."""
     word = f".host_{world.rank:05d}"
     problem, mine = None, uuid.uuid4().hex
-    if places.leads(world):
+    if places.is_leader(world):
         try:
             ensure_writable_folder(places.root, "checkpoint.local_dir")
             write_atomic(places.root / word, mine)
         except (InputError, OSError) as error:
             problem = str(error)
-    told = gather_objects(world, (platform.node(), word if places.leads(world) else None, mine, problem))
+    told = gather_objects(world, (platform.node(), word if places.is_leader(world) else None, mine, problem))
     problems = [p for _, _, _, p in told if p is not None]
     seen = [
         node
         for node, other, token, _ in told
-        if other not in (None, word) and _reads(places.root / other, token)
+        if other not in (None, word) and _can_read(places.root / other, token)
     ]
-    for sees in gather_objects(world, (platform.node(), seen) if places.leads(world) else ("", [])):
+    for sees in gather_objects(world, (platform.node(), seen) if places.is_leader(world) else ("", [])):
         problems += [
             f"checkpoint.local_dir = {places.root.parent} is one folder on {sees[0]} and on {node}; name "
             f"one of "
@@ -168,17 +177,17 @@ def _require_own_folders(places: Places, world: World) -> None:
             for node in sees[1]
         ]
     if problems:
-        raise agreed(InputError(list(dict.fromkeys(problems))))
+        raise mark_agreed(InputError(list(dict.fromkeys(problems))))
 
 
-def _reads(path: Path, expected: str) -> bool:
+def _can_read(path: Path, expected: str) -> bool:
     try:
         return path.read_text() == expected
     except OSError:
         return False
 
 
-def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engine:
+def open_run_engine(plan: Plan, world: World, base: Pretrained | None = None) -> Engine:
     """Build the model, with the weights of `base`, and hand it to DeepSpeed. Collective."""
     assert (base is None) == (plan.run.model.pretrained is None)
     config = plan.resolved_deepspeed
@@ -188,40 +197,40 @@ def open_run_engine(plan: Plan, world: World, base: Base | None = None) -> Engin
         qk_norm=plan.run.model.qk_norm,
         recompute=plan.run.model.activation_checkpointing,
         seed=plan.run.seed,
-        dtype=dtype_of(config),
+        dtype=get_dtype(config),
         world=world,
-        partition=partition(config),
+        partition=open_partitioning(config),
         gather=gather(config),
         attention=plan.run.model.attention,
         base=base,
     )
-    groups = parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
+    groups = build_parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
     masked = plan.run.model.mask_documents
-    documents = document_inputs(model.config, dtype_of(config)) if masked else None
+    documents = bind_attention_inputs(model.config, get_dtype(config)) if masked else None
     shared = None
     if plan.sequence_parallel_size > 1:
         require_kernel(model.module)  # before ranks meet in groups, which one that has left would break
-        shared = SharedSequences(world, plan.sequence_parallel_size)
-        replace_kernel(model.module, shared.spread)
+        shared = SequenceParallel(world, plan.sequence_parallel_size)
+        replace_kernel(model.module, shared.distribute)
     engine = open_engine(model.module, groups, config, documents, shared)
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
-        say(sys.stdout, f"weights    {_weights_line(base, model.weights)}")
+        say(sys.stdout, f"weights    {_format_weights(base, model.weights)}")
     if masked:
-        with preserve_streams(), engine.evaluating():
+        with preserve_streams(), engine.evaluation_mode():
             refuse_leaks(
                 engine.logits, plan.model["vocab_size"], engine.device, model.config._attn_implementation
             )
     if shared is not None:
         shortest = min(phase.seq_len for phase in plan.run.phases)
-        size, dtype = plan.model["vocab_size"], dtype_of(config)
-        with preserve_streams(), engine.evaluating():
+        size, dtype = plan.model["vocab_size"], get_dtype(config)
+        with preserve_streams(), engine.evaluation_mode():
             refuse_unlike(engine.logits, shared, size, shortest, dtype, engine.device, world)
     return engine
 
 
-def _weights_line(base: Base | None, weights: Sequence[KindReport]) -> str:
+def _format_weights(base: Pretrained | None, weights: Sequence[KindReport]) -> str:
     if base is not None:
         return f"{len(weights)} kinds loaded from {base.folder} (fingerprint {base.fingerprint})"
     drawn = [kind for kind in weights if kind.asked_std > 0]
@@ -264,7 +273,7 @@ class PhaseSwitch:
 
 def open_phases(plan: Plan, engine: Engine, world: World) -> PhaseSwitch:
     """Open what puts the engine's model into the phase of a step."""
-    return PhaseSwitch(plan, engine.module, phase_models(plan), world)
+    return PhaseSwitch(plan, engine.module, resolve_phase_models(plan), world)
 
 
 def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
@@ -290,15 +299,15 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
     )
 
 
-def open_feed(plan: Plan, sources: Mapping[str, TokenSource], world: World) -> Feed:
+def open_loader(plan: Plan, sources: Mapping[str, TokenSource], world: World) -> BatchLoader:
     """The feed of this rank, which is that of its neighbors where they share sequences."""
     micro = {phase.name: plan.run.micro_batch_size(phase.name) for phase in plan.run.phases}
     sampler = open_sampler(plan, sources)
-    readers = world.readers(plan.sequence_parallel_size)
-    return Feed(sampler, sources, readers, micro, plan.run.model.mask_documents)
+    readers = world.data_parallel_world(plan.sequence_parallel_size)
+    return BatchLoader(sampler, sources, readers, micro, plan.run.model.mask_documents)
 
 
-def validation_sets(plan: Plan, held_out: Mapping[str, TokenSource]) -> dict[int, list[ValidationSet]]:
+def open_validation_sets(plan: Plan, held_out: Mapping[str, TokenSource]) -> dict[int, list[ValidationSet]]:
     """The fixed samples of each validation source, for each sequence length of the run."""
     if plan.run.validation is None:
         return {}

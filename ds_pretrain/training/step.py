@@ -27,7 +27,7 @@ class RankSignals:
 
 
 @dataclass(frozen=True)
-class Shared:
+class ReducedSignals:
     """What all ranks now know beside the record: what any of them asked for, and of the state before."""
 
     stop: bool
@@ -58,21 +58,21 @@ def take_step(
     scale = world.size / max(1, batch.num_valid_tokens)
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for place, micro in enumerate(batch.micro_batches):
-        there = micro.on(engine.device)
+        there = micro.to(engine.device)
         logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-        nll, z = cross_entropy_and_z(logits, engine.own_tokens(there.labels), z_loss)
+        nll, z = cross_entropy_and_z(logits, engine.local_shard(there.labels), z_loss)
         engine.backward((nll + z) * scale)
         first = nll.detach() if place == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
     return sums, engine.step(rate, norm_limit)
 
 
-def token_losses_of(engine: Engine, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+def compute_token_losses(engine: Engine, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """The losses of this rank's tokens without a gradient, 0 where ignored, and their labels: [B, T] each."""
-    there = micro.on(engine.device)
+    there = micro.to(engine.device)
     with torch.no_grad():
         logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
-    labels = engine.own_tokens(there.labels)  # [B, T]
+    labels = engine.local_shard(there.labels)  # [B, T]
     return token_losses(logits, labels), labels
 
 
@@ -91,7 +91,7 @@ def measure(
     started: float,
     signals: RankSignals,
     world: World,
-) -> tuple[StepRecord, Shared]:
+) -> tuple[StepRecord, ReducedSignals]:
     """The step's numbers over all ranks, and what any rank asked for: its one reduction. Collective."""
     nll, z, first_nll = losses.tolist()
     num_valid = sum(int((m.labels >= 0).sum()) for m in batch.micro_batches)
@@ -100,7 +100,7 @@ def measure(
     first = batch.micro_batches[0].labels
     probed = [first_nll, int((first >= 0).sum()), sum(batch.checksums[: len(first)])]
     rows = gather_rows(world, [*row, *asked, *probed])  # [W, 12]
-    read = by_reader(rows, plan.sequence_parallel_size)  # [R, 12]
+    read = group_by_data_parallel_rank(rows, plan.sequence_parallel_size)  # [R, 12]
     sums, most = read.sum(axis=0), rows.max(axis=0)
     losses_read = read[:, 0] / read[:, 2].clip(min=1)  # [R]
     step = state.step + 1
@@ -124,11 +124,11 @@ def measure(
     )
     save_progress = tuple(int(progress) for progress in rows[:, 8])
     probe = Probe(state.step, float(sums[9] / sums[10]), int(sums[11]), len(read), len(first))
-    return record, Shared(
+    return record, ReducedSignals(
         stop=bool(most[6]),
         save=bool(most[7]),
         save_progress=save_progress,
-        rank_losses=_rank_losses(losses_read, world),
+        rank_losses=_compute_rank_losses(losses_read, world),
         probe=probe,
     )
 
@@ -137,7 +137,7 @@ def measure(
 _OF_OWN_TOKENS = [0, 1, 9]
 
 
-def by_reader(rows: NDArray[np.float64], shared: int) -> NDArray[np.float64]:
+def group_by_data_parallel_rank(rows: NDArray[np.float64], shared: int) -> NDArray[np.float64]:
     """[W, K] rows of ranks to [W / shared, K] of groups that read the same: they are compared, not spans."""
     groups = rows.reshape(-1, shared, rows.shape[1])
     read = groups[:, 0].copy()
@@ -145,7 +145,7 @@ def by_reader(rows: NDArray[np.float64], shared: int) -> NDArray[np.float64]:
     return read
 
 
-def _rank_losses(losses: NDArray[np.float64], world: World) -> tuple[float, ...]:
+def _compute_rank_losses(losses: NDArray[np.float64], world: World) -> tuple[float, ...]:
     """Of R readers, for each rank."""
     if len(losses) == 1 and world.size > 1:
         return ()

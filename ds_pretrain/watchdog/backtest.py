@@ -45,7 +45,7 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class TakenBack:
+class RolledBack:
     """A stretch of a run that does not count any more, judged as it happened."""
 
     decision: Mapping[str, Any]  # the event, without what is long
@@ -68,7 +68,7 @@ def read_csv(path: Path) -> list[Point]:
                 problems.append(f"{path} has the columns {columns}; expected step, loss and maybe grad_norm")
             for row in () if problems else reader:
                 try:
-                    points.append(_csv_point(row))
+                    points.append(_parse_csv_point(row))
                 except ValueError as error:
                     problems.append(f"{path}, line {reader.line_num}: {error}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -88,23 +88,23 @@ def read_csv(path: Path) -> list[Point]:
     return points
 
 
-def _csv_point(row: Mapping[str, str | None]) -> Point:
-    step, loss = _number("step", row["step"]), _number("loss", row["loss"])
+def _parse_csv_point(row: Mapping[str, str | None]) -> Point:
+    step, loss = _parse_number("step", row["step"]), _parse_number("loss", row["loss"])
     if not (math.isfinite(step) and step == int(step) and step >= 0):
         raise ValueError(f"step is {row['step']!r}; expected a whole number")
     norm = row.get("grad_norm")
     has_norm = bool(norm and norm.strip())
-    return Point(int(step), loss, loss, _number("grad_norm", norm) if has_norm else None, has_norm)
+    return Point(int(step), loss, loss, _parse_number("grad_norm", norm) if has_norm else None, has_norm)
 
 
-def _number(name: str, text: str | None) -> float:
+def _parse_number(name: str, text: str | None) -> float:
     try:
         return float(text or "")
     except ValueError:
         raise ValueError(f"{name} is {text!r}; expected a number") from None
 
 
-def recorded_point(record: Mapping[str, Any]) -> Point | None:
+def parse_point(record: Mapping[str, Any]) -> Point | None:
     """A step record of metrics.jsonl; None if its step or its loss is missing or is none."""
     try:
         norm = record["grad_norm"]
@@ -151,7 +151,7 @@ def _is_same(one: Verdict, other: Verdict) -> bool:
     return one.kind == other.kind and (one.kind == "drift" or one.onset == other.onset)
 
 
-class History:
+class RecordedCurve:
     """The steps of a run that count so far, each judged when it was taken, and what was taken back.
 
     A step taken again supersedes all that was recorded at it and later: the memory is then that of the step
@@ -161,7 +161,7 @@ class History:
     def __init__(self, settings: WatchdogSection) -> None:
         self.points: list[Point] = []
         self.verdicts: list[Verdict] = []
-        self.taken_back: list[TakenBack] = []
+        self.taken_back: list[RolledBack] = []
         self.num_left_out = 0  # step records that hold no step
         self._settings, self._memory = settings, WatchdogState()
         self._memories: list[WatchdogState] = []  # before each point that is a multiple of _EVERY
@@ -172,7 +172,7 @@ class History:
         if record.get("event") in _DECISIONS:
             self._note(record)
         elif record.get("event") == "step":
-            point = recorded_point(record)
+            point = parse_point(record)
             if point is None:
                 self.num_left_out += 1
                 return
@@ -189,7 +189,7 @@ class History:
 
     def _go_back(self, step: int) -> None:
         """To before `step`: what stays since the last memory that was kept is judged again."""
-        index = bisect_left(self.points, step, key=_step)
+        index = bisect_left(self.points, step, key=_get_step)
         self._left = self.points[index:], self.verdicts[index:]
         kept = index // _EVERY
         again = self.points[kept * _EVERY : index]
@@ -206,13 +206,13 @@ class History:
         points, verdicts = self.points, self.verdicts
         if not points or points[-1].step < step:  # a crash kept it from being told at once
             points, verdicts = self._left
-        first, end = (bisect_right(points, at, key=_step) for at in (to_step, step))
+        first, end = (bisect_right(points, at, key=_get_step) for at in (to_step, step))
         found = find_incidents(points[first:end], verdicts[first:end])
         decision = {
             name: record.get(name) for name in ("event", "incident", "step", "to_step", "onset", "trouble")
         }
-        self.taken_back.append(TakenBack(decision, max(0, end - first), tuple(found)))
+        self.taken_back.append(RolledBack(decision, max(0, end - first), tuple(found)))
 
 
-def _step(point: Point) -> int:
+def _get_step(point: Point) -> int:
     return point.step

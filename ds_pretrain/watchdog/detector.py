@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Protocol
 
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.core.state import Action, Streak, Usual, Verdict, WatchdogState
-from ds_pretrain.core.text import counted
-from ds_pretrain.watchdog.stats import accept, num_last_above, num_recent, score
+from ds_pretrain.core.state import Action, RunningStats, Streak, Verdict, WatchdogState
+from ds_pretrain.core.text import format_count_of
+from ds_pretrain.watchdog.stats import accept, compute_score, count_last_above, count_recent
 
 LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
@@ -72,7 +72,7 @@ def judge(
     memory, loss = _judge_loss(settings, memory, record, stride)
     memory, drift = _judge_drift(settings, memory)
     memory, norm = _judge_norm(settings, memory, record, stride) if has_norm else (memory, OK)
-    verdict = min((loss, drift, guessing, frozen, norm), key=_severity)  # the first of the gravest
+    verdict = min((loss, drift, guessing, frozen, norm), key=_rank_severity)  # the first of the gravest
     if verdict.roll_back:
         memory = WatchdogState(step=record.step, phase=record.phase)
     elif has_norm and record.update_applied is False:  # that comes first, and what else was seen behind it
@@ -81,7 +81,7 @@ def judge(
     return memory, verdict
 
 
-def _severity(verdict: Verdict) -> int:
+def _rank_severity(verdict: Verdict) -> int:
     return {"roll_back": 0, "watch": 1, "ok": 2 if verdict.kind else 3}[verdict.action]
 
 
@@ -92,7 +92,7 @@ def _is_finite(record: StepLike, has_norm: bool) -> bool:
 
 def _judge_non_finite(settings: WatchdogSection, memory: WatchdogState, record: StepLike) -> Judged:
     """Such values enter no statistics. Told to roll back once a streak: more would say nothing new."""
-    streak = _longer(memory.non_finite, record.step)
+    streak = _extend_streak(memory.non_finite, record.step)
     memory = replace(memory, step=record.step, non_finite=streak)
     norm = "none" if record.grad_norm is None else f"{record.grad_norm:g}"
     message = (
@@ -108,7 +108,7 @@ def _judge_non_finite(settings: WatchdogSection, memory: WatchdogState, record: 
 def _judge_guessing(settings: WatchdogSection, memory: WatchdogState, record: StepLike) -> Judged:
     if record.loss <= GUESSING:
         return (replace(memory, guessing=None) if memory.guessing else memory), OK
-    streak = _longer(memory.guessing, record.step)
+    streak = _extend_streak(memory.guessing, record.step)
     memory = replace(memory, guessing=streak)
     if streak.num_steps < settings.patience:
         return memory, OK  # a start from bad weights looks like this, and is over soon
@@ -123,45 +123,47 @@ def _judge_loss(settings: WatchdogSection, memory: WatchdogState, record: StepLi
     usual = memory.loss
     if not is_warm(settings, usual):
         return replace(memory, loss=accept(usual, record.loss, settings.window)), OK
-    floor = _loss_floor(usual)
-    sigmas = score(usual, record.loss, floor)
+    floor = _compute_loss_floor(usual)
+    sigmas = compute_score(usual, record.loss, floor)
     if memory.spike is not None and sigmas < settings.loss_sigmas * HEALED_SHARE:
-        return _calmer(settings, memory, memory.spike, record)
+        return _judge_recovery(settings, memory, memory.spike, record)
     if memory.spike is not None or sigmas > settings.loss_sigmas:
-        num_before = num_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
-        spike = _longer(memory.spike, record.step, num_before, stride)
-        before = _level_before_fall(settings, memory)
-        highest = 0.0 if before is None else before + settings.loss_sigmas * max(usual.spread, floor)
+        num_before = count_last_above(usual, settings.loss_sigmas * ONSET_SHARE, floor, ONSET_REACH)
+        spike = _extend_streak(memory.spike, record.step, num_before, stride)
+        before = _get_level_before_fall(settings, memory)
+        highest = 0.0 if before is None else before + settings.loss_sigmas * max(usual.mad_sigma, floor)
         if spike.num_steps >= settings.patience and record.loss <= highest:
-            return _returned(memory, record, spike)
-        return replace(memory, spike=spike, fall=None), _spike_verdict(settings, usual, record, sigmas, spike)
+            return _judge_return(memory, record, spike)
+        return replace(memory, spike=spike, fall=None), _judge_spike(settings, usual, record, sigmas, spike)
     if sigmas < -settings.loss_sigmas:
         return _judge_fall(settings, memory, record, sigmas)
     return replace(memory, fall=None, loss=accept(usual, record.loss, settings.window)), OK
 
 
-def _loss_floor(usual: Usual) -> float:
-    return max(LOSS_FLOOR * usual.centre, LOSS_FLOOR_NATS)
+def _compute_loss_floor(usual: RunningStats) -> float:
+    return max(LOSS_FLOOR * usual.median, LOSS_FLOOR_NATS)
 
 
-def _spike_verdict(
-    settings: WatchdogSection, usual: Usual, record: StepLike, sigmas: float, spike: Streak
+def _judge_spike(
+    settings: WatchdogSection, usual: RunningStats, record: StepLike, sigmas: float, spike: Streak
 ) -> Verdict:
     message = (
         f"loss {record.loss:.4g} (highest rank {record.loss_max_rank:.4g}) is {sigmas:.1f} spreads above "
-        f"{usual.centre:.4g}, since step {spike.onset}"
+        f"{usual.median:.4g}, since step {spike.onset}"
     )
     if spike.num_steps >= settings.patience:
-        message += f", and did not heal within {counted(settings.patience, 'step')}"
+        message += f", and did not heal within {format_count_of(settings.patience, 'step')}"
         return Verdict("roll_back", "lasting_spike", spike.onset, message)
     return Verdict("watch", "spike", spike.onset, message)
 
 
-def _calmer(settings: WatchdogSection, memory: WatchdogState, spike: Streak, record: StepLike) -> Judged:
+def _judge_recovery(
+    settings: WatchdogSection, memory: WatchdogState, spike: Streak, record: StepLike
+) -> Judged:
     """One usual loss in a spike may be luck; two in a row end it."""
     memory = replace(memory, loss=accept(memory.loss, record.loss, settings.window))
-    if spike.num_calm + 1 < CALM_STEPS:
-        return replace(memory, spike=replace(spike, num_calm=spike.num_calm + 1)), OK
+    if spike.num_normal + 1 < CALM_STEPS:
+        return replace(memory, spike=replace(spike, num_normal=spike.num_normal + 1)), OK
     memory = replace(memory, spike=None)
     if spike.num_steps == 1:
         return memory, Verdict("ok", "blip", spike.onset, f"one-step blip at step {spike.onset}")
@@ -171,29 +173,29 @@ def _calmer(settings: WatchdogSection, memory: WatchdogState, spike: Streak, rec
 
 def _judge_fall(settings: WatchdogSection, memory: WatchdogState, record: StepLike, sigmas: float) -> Judged:
     """A lower loss does no harm, but may mean that the data are not what they should be."""
-    fall = _longer(memory.fall, record.step)
+    fall = _extend_streak(memory.fall, record.step)
     message = (
-        f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.centre:.4g}, since step "
+        f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.median:.4g}, since step "
         f"{fall.onset}: too easy or repeated data, or a change of rate?"
     )
     verdict = Verdict("watch", "fall", fall.onset, message)
     if fall.num_steps < settings.patience:
         return replace(memory, fall=fall), verdict
     # This is the new level.
-    before = memory.loss.centre
-    return WatchdogState(record.step, memory.phase, before_fall=before, fell_at=fall.onset), verdict
+    before = memory.loss.median
+    return WatchdogState(record.step, memory.phase, before_fall=before, fall_step=fall.onset), verdict
 
 
-def _level_before_fall(settings: WatchdogSection, memory: WatchdogState) -> float | None:
+def _get_level_before_fall(settings: WatchdogSection, memory: WatchdogState) -> float | None:
     """The level from which the loss fell not long ago: if it returns there, no harm was done."""
     is_recent = memory.loss.num_accepted <= MOST_WINDOWS_FALLEN * settings.window
     return memory.before_fall if is_recent else None
 
 
-def _returned(memory: WatchdogState, record: StepLike, spike: Streak) -> Judged:
+def _judge_return(memory: WatchdogState, record: StepLike, spike: Streak) -> Judged:
     message = (
         f"loss {record.loss:.4g} is back at the {memory.before_fall:.4g} from which it fell at step "
-        f"{memory.fell_at}: what was too easy is over"
+        f"{memory.fall_step}: what was too easy is over"
     )
     return WatchdogState(step=record.step, phase=record.phase), Verdict("watch", "fall", spike.onset, message)
 
@@ -202,14 +204,14 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     """A rise of the mean of recent losses above the lowest level so far, in share and in spreads."""
     usual = memory.loss
     is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
-    if is_open or not is_warm(settings, usual) or len(usual.recent) < num_recent(settings.window):
+    if is_open or not is_warm(settings, usual) or len(usual.recent) < count_recent(settings.window):
         return memory, OK
-    slow = _slow_level(settings, memory)
+    slow = _update_slow_level(settings, memory)
     lowest = slow if memory.lowest_level is None else min(slow, memory.lowest_level)
     # A high stretch that is over, and was accepted in the warm-up, is no rise: the later half counts too.
     level = min(fmean(usual.recent), fmean(usual.recent[len(usual.recent) // 2 :]))
-    usual_level = max(lowest, _level_before_fall(settings, memory) or 0.0)
-    spread = max(usual.spread, _loss_floor(usual))
+    usual_level = max(lowest, _get_level_before_fall(settings, memory) or 0.0)
+    spread = max(usual.mad_sigma, _compute_loss_floor(usual))
     rise = level - usual_level
     drift = min(
         rise / (settings.drift_threshold * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread)
@@ -226,18 +228,18 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
 
 
-def _slow_level(settings: WatchdogSection, memory: WatchdogState) -> float:
+def _update_slow_level(settings: WatchdogSection, memory: WatchdogState) -> float:
     """A mean that forgets in a quarter of a window: its lowest is not that of noise."""
     usual = memory.loss
     if memory.slow_level is None:
-        return usual.centre
+        return usual.median
     return memory.slow_level + (usual.recent[-1] - memory.slow_level) * min(1.0, 4 / settings.window)
 
 
 def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> float | None:
     """The gradient norm above which the update to come, in `phase`, is dropped; None: none is.
 
-    It is where `stats.score` is `skip_update_sigmas`. None also while too little is known (a new phase),
+    It is where `stats.compute_score` is `skip_update_sigmas`. None also while too little is known (a new phase),
     and once the norm was high for half of `patience`: then its level has changed and training must go on. The
     other half is left for a spike of the loss to heal in, which it cannot while the weights stand still.
     """
@@ -246,8 +248,8 @@ def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> 
         return None
     if not is_warm(settings, usual) or (rise is not None and 2 * rise.num_steps >= settings.patience):
         return None
-    above = settings.skip_update_sigmas * max(usual.spread, NORM_FLOOR)
-    return exp(min(usual.centre + max(usual.lag + above, above / 2), HIGHEST_LOG))
+    above = settings.skip_update_sigmas * max(usual.mad_sigma, NORM_FLOOR)
+    return exp(min(usual.median + max(usual.trend + above, above / 2), HIGHEST_LOG))
 
 
 def _judge_same_norm(settings: WatchdogSection, memory: WatchdogState, norm: float | None) -> Judged:
@@ -256,11 +258,11 @@ def _judge_same_norm(settings: WatchdogSection, memory: WatchdogState, norm: flo
         return memory, OK
     if norm is None or norm != memory.last_norm:
         return replace(memory, last_norm=norm, same_norm=None), OK
-    streak = _longer(memory.same_norm, memory.step)
+    streak = _extend_streak(memory.same_norm, memory.step)
     memory = replace(memory, same_norm=streak)
     if 2 * streak.num_steps < settings.patience:
         return memory, OK
-    more = counted(streak.num_steps, "more step")
+    more = format_count_of(streak.num_steps, "more step")
     message = f"the gradient norm is {norm:g} at {more} since step {streak.onset}"
     action: Action = "roll_back" if streak.num_steps >= settings.patience else "watch"
     return memory, Verdict(action, "frozen_norm", streak.onset, message)
@@ -276,9 +278,12 @@ def _judge_norm(settings: WatchdogSection, memory: WatchdogState, record: StepLi
         return _judge_dropped(settings, memory, norm, value, stride)
     if memory.spike is not None or memory.fall is not None:
         return memory, OK
-    if not is_warm(settings, usual) or (sigmas := score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas:
+    if (
+        not is_warm(settings, usual)
+        or (sigmas := compute_score(usual, value, NORM_FLOOR)) <= settings.norm_sigmas
+    ):
         return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
-    memory, rise = _risen(settings, memory, stride)
+    memory, rise = _extend_norm_rise(settings, memory, stride)
     message = (
         f"gradient norm {norm:.4g} is {sigmas:.1f} spreads above the usual, since step {rise.onset}; "
         "the loss has not moved"
@@ -292,9 +297,9 @@ def _judge_dropped(
     """The weights are clean, and the norm enters no statistics, whatever it was. Also in an open spike."""
     message = f"update dropped for its gradient norm of {norm:.4g}"
     if is_warm(settings, memory.norm):
-        sigmas = score(memory.norm, value, NORM_FLOOR)
-        message += f", {sigmas:.1f} spreads above the usual {exp(memory.norm.centre):.4g}"
-    memory, rise = _risen(settings, memory, stride)
+        sigmas = compute_score(memory.norm, value, NORM_FLOOR)
+        message += f", {sigmas:.1f} spreads above the usual {exp(memory.norm.median):.4g}"
+    memory, rise = _extend_norm_rise(settings, memory, stride)
     limit = (
         ""
         if settings.skip_update_sigmas is None
@@ -304,23 +309,25 @@ def _judge_dropped(
     return memory, Verdict("watch", "norm_rise", rise.onset, message)
 
 
-def _risen(settings: WatchdogSection, memory: WatchdogState, stride: int) -> tuple[WatchdogState, Streak]:
+def _extend_norm_rise(
+    settings: WatchdogSection, memory: WatchdogState, stride: int
+) -> tuple[WatchdogState, Streak]:
     """One more step with a high norm; after a window of them that is the new level, to be learned anew."""
     above = settings.norm_sigmas * ONSET_SHARE
-    num_before = num_last_above(memory.norm, above, NORM_FLOOR, ONSET_REACH)
-    rise = _longer(memory.norm_rise, memory.step, num_before, stride)
+    num_before = count_last_above(memory.norm, above, NORM_FLOOR, ONSET_REACH)
+    rise = _extend_streak(memory.norm_rise, memory.step, num_before, stride)
     if rise.num_steps < settings.window:
         return replace(memory, norm_rise=rise), rise
-    return replace(memory, norm_rise=None, norm=Usual()), rise
+    return replace(memory, norm_rise=None, norm=RunningStats()), rise
 
 
-def is_warm(settings: WatchdogSection, usual: Usual) -> bool:
+def is_warm(settings: WatchdogSection, usual: RunningStats) -> bool:
     """Whether enough is known to judge by: a quarter of the window."""
     return len(usual.residuals) >= max(1, settings.window // 4)
 
 
-def _longer(streak: Streak | None, step: int, num_before: int = 0, stride: int = 1) -> Streak:
+def _extend_streak(streak: Streak | None, step: int, num_before: int = 0, stride: int = 1) -> Streak:
     """The streak with one more step, or a new one that began `num_before` steps earlier."""
     if streak is None:
         return Streak(step - num_before * stride, num_before + 1)
-    return replace(streak, num_steps=streak.num_steps + streak.num_calm + 1, num_calm=0)
+    return replace(streak, num_steps=streak.num_steps + streak.num_normal + 1, num_normal=0)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_pretrain.config.schema import WatchdogSection
-from ds_pretrain.config.timeline import Timeline, step_after, step_before
+from ds_pretrain.config.timeline import Timeline, find_step_after, find_step_before
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, Verdict
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.text import format_count_of
 
 Action = Literal["replay", "skip", "stop"]
 
@@ -43,14 +43,17 @@ def respond(
     """
     assert verdict.onset is not None
     onset = verdict.onset
-    history = since_stop(history)
+    history = select_since_stop(history)
     older = [calm for calm in calm_steps if calm < onset]
     newest = max(older, default=None)
-    since = step_before(timeline, step, section.rollback_window)
+    since = find_step_before(timeline, step, section.rollback_window)
     recent = [rollback for rollback in history if rollback.step > since]
     if len(recent) >= section.max_rollbacks:
         are = "is" if len(recent) == 1 else "are"
-        words = f"{counted(len(recent), 'rollback')} in {section.rollback_window} {are} all that is allowed"
+        words = (
+            f"{format_count_of(len(recent), 'rollback')} in {section.rollback_window} {are} all that "
+            f"is allowed"
+        )
         return Response("stop", newest, words)
     here = [rollback for rollback in history if is_same_place(section, timeline, rollback, onset)]
     if len(here) >= len(section.policy):
@@ -67,7 +70,7 @@ def respond(
     )
 
 
-def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
+def select_since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
     """The rollbacks since a person was last asked for."""
     stops = [index for index, rollback in enumerate(history) if rollback.response == "stop"]
     return history[stops[-1] + 1 :] if stops else history
@@ -76,10 +79,12 @@ def since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
 def is_same_place(section: WatchdogSection, timeline: Timeline, rollback: Rollback, onset: int) -> bool:
     """True if trouble that began at `onset` is that of the rollback again."""
     place = rollback.onset - 1
-    return abs(rollback.onset - onset) <= section.patience + _end_of_skip(section, timeline, place) - place
+    return (
+        abs(rollback.onset - onset) <= section.patience + _find_end_of_skip(section, timeline, place) - place
+    )
 
 
-def after_rollback(
+def apply_rollback(
     state: RunState,
     base: RunState,
     response: Response,
@@ -90,26 +95,26 @@ def after_rollback(
     """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
     ledger = state.ledger
     if response.action == "skip":
-        ledger = ledger.with_skip(skipped(ledger, base.step, rollback, section, timeline))
+        ledger = ledger.with_skip(build_skip(ledger, base.step, rollback, section, timeline))
     return RunState(
         step=base.step,
         ledger=ledger,
         num_skipped_updates=base.num_skipped_updates,
-        num_healthy=base.num_healthy,
+        num_healthy_steps=base.num_healthy_steps,
         watchdog=base.watchdog,
         rollbacks=(*state.rollbacks, rollback),
     )
 
 
-def skipped(
+def build_skip(
     ledger: SkipLedger, base_step: int, rollback: Rollback, section: WatchdogSection, timeline: Timeline
 ) -> Skip:
     """The draws that steps around an onset read under `ledger`: of its phase, and none that stays trained."""
     place = rollback.onset - 1  # finished steps before it
     segments = [s for s in timeline.segments if s.phase == timeline.at(place).phase]
-    before = step_before(timeline, place, section.skip_before)
+    before = find_step_before(timeline, place, section.skip_before)
     first = max(before, base_step, segments[0].first_step)
-    last = min(_end_of_skip(section, timeline, place), segments[-1].end_step) - 1
+    last = min(_find_end_of_skip(section, timeline, place), segments[-1].end_step) - 1
     ends = []
     for step in (first, last):
         segment = timeline.at(step)
@@ -125,6 +130,6 @@ def skipped(
     )
 
 
-def _end_of_skip(section: WatchdogSection, timeline: Timeline, place: int) -> int:
+def _find_end_of_skip(section: WatchdogSection, timeline: Timeline, place: int) -> int:
     """The step that a skip around `place` ends at: one at least is skipped."""
-    return max(place + 1, step_after(timeline, place, section.skip_after))
+    return max(place + 1, find_step_after(timeline, place, section.skip_after))

@@ -10,13 +10,13 @@ from math import isnan
 from typing import Any, Literal
 
 from ds_pretrain.core.state import Rollback
-from ds_pretrain.core.text import counted
+from ds_pretrain.core.text import format_count_of
 
 Finding = Literal["passing_fault", "data_or_state", "other_ranks", "unknown"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReplayedStep:
     """What one step showed, and what each rank's loss was, where that is still known."""
 
     loss: float
@@ -24,7 +24,7 @@ class Seen:
     checksum: int
     num_ranks: int | None  # that it ran on; None: not known
     rank_losses: tuple[float, ...] | None = None  # of a group of ranks where these share sequences
-    shared: int = 1  # ranks a sequence
+    sequence_parallel_size: int = 1  # ranks a sequence
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """What a replay showed, in one word and in a sentence."""
 
     finding: Finding
@@ -51,94 +51,96 @@ class Replay:
     incident: int
     rollback: Rollback
     hosts: tuple[str, ...]  # of each rank, at the first pass
-    first: Mapping[int, Seen] = field(default_factory=dict)
+    first: Mapping[int, ReplayedStep] = field(default_factory=dict)
     difference: Difference | None = None
     num_compared: int = 0
     num_other_ranks: int = 0  # steps that ran on another number of ranks the first time
 
-    def after(self, step: int, again: Seen) -> "Replay":
+    def after(self, step: int, again: ReplayedStep) -> "Replay":
         """With one more step of the second pass."""
         first = self.first.get(step)
         if first is None:
             return self
-        if (first.num_ranks, first.shared) != (
+        if (first.num_ranks, first.sequence_parallel_size) != (
             again.num_ranks,
-            again.shared,
+            again.sequence_parallel_size,
         ):  # the last bits differ then, and mean nothing
             return replace(self, num_other_ranks=self.num_other_ranks + 1)
-        difference = self.difference or difference_at(step, first, again)
+        difference = self.difference or find_difference(step, first, again)
         return replace(self, difference=difference, num_compared=self.num_compared + 1)
 
 
-def difference_at(step: int, first: Seen, again: Seen) -> Difference | None:
+def find_difference(step: int, first: ReplayedStep, again: ReplayedStep) -> Difference | None:
     """What differs, the cause before its effect."""
     if first.checksum != again.checksum:
         return Difference(step, "data")
     if first.rank_losses is not None and again.rank_losses is not None:
         pairs = zip(first.rank_losses, again.rank_losses, strict=False)
-        ranks = tuple(rank for rank, (one, other) in enumerate(pairs) if not _same(one, other))
+        ranks = tuple(rank for rank, (one, other) in enumerate(pairs) if not _is_same(one, other))
         if ranks:
             return Difference(step, "loss", () if len(ranks) == len(first.rank_losses) else ranks)
-    if not _same(first.loss, again.loss):
+    if not _is_same(first.loss, again.loss):
         return Difference(step, "loss")
-    if not _same(first.grad_norm, again.grad_norm):
+    if not _is_same(first.grad_norm, again.grad_norm):
         known = first.rank_losses is not None and again.rank_losses is not None
         return Difference(step, "norm", () if known else None)
     return None
 
 
-def conclude(replay: Replay, came_back: bool) -> Compared:
+def conclude(replay: Replay, came_back: bool) -> Comparison:
     """What a replay shows once it has passed the place, or met the trouble again."""
     if replay.num_other_ranks:
-        return Compared(
+        return Comparison(
             "other_ranks",
-            f"{counted(replay.num_other_ranks, 'step')} ran on another number of ranks, or of ranks a "
+            f"{format_count_of(replay.num_other_ranks, 'step')} ran on another number of ranks, or of "
+            f"ranks a "
             "sequence, the first time, and cannot be compared bit for bit",
         )
     if not replay.num_compared:
-        return Compared("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")
+        return Comparison("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")
     difference = replay.difference
     if difference is None:
-        return Compared(
+        return Comparison(
             "data_or_state",
             f"all {replay.num_compared:,} losses and norms are the same to the bit as the first time: it "
             "comes from the data, the state or the rate, not from the hardware",
         )
     if difference.what == "data":
-        return Compared(
+        return Comparison(
             "unknown",
             f"step {difference.step:,} read other data than the first time: has a source changed?",
         )
-    where = _where(replay, difference)
+    where = _describe_place(replay, difference)
     if came_back:
-        return Compared(
+        return Comparison(
             "data_or_state",
             f"it came back, though step {difference.step:,} is not the same to the bit ({where}): the run is "
             "not deterministic, or a fault comes and goes",
         )
-    return Compared(
+    return Comparison(
         "passing_fault",
         f"the same data from the same weights is healthy this time; step {difference.step:,} is the first "
         f"that differs: {where}",
     )
 
 
-def suspect_hosts(replay: Replay) -> Sequence[str]:
+def find_suspect_hosts(replay: Replay) -> Sequence[str]:
     """The hosts of the ranks that computed something else: each once; all if it cannot be told."""
     difference = replay.difference
     ranks = (difference and difference.ranks) or range(len(replay.hosts))
     return list(dict.fromkeys(replay.hosts[rank].rpartition(":")[0] for rank in ranks))
 
 
-def _where(replay: Replay, difference: Difference) -> str:
+def _describe_place(replay: Replay, difference: Difference) -> str:
     if difference.what == "loss" and difference.ranks is None:
         return (
-            f"another loss; each rank's is not on record there, so one of {', '.join(suspect_hosts(replay))}"
+            f"another loss; each rank's is not on record there, so one of "
+            f"{', '.join(find_suspect_hosts(replay))}"
         )
     if difference.ranks:
         named = ", ".join(f"{rank} ({replay.hosts[rank]})" for rank in difference.ranks)
         return f"another loss on rank {named} alone, so look there"
-    hosts = ", ".join(suspect_hosts(replay))
+    hosts = ", ".join(find_suspect_hosts(replay))
     if difference.what == "norm":
         return (
             "the same loss on every rank and another gradient norm, so a backward pass or the reduction "
@@ -150,9 +152,9 @@ def _where(replay: Replay, difference: Difference) -> str:
     )
 
 
-def passes(
+def read_passes(
     backwards: Iterable[Mapping[str, Any]], incident: int, rollback: Rollback
-) -> tuple[Replay, dict[int, Seen]]:
+) -> tuple[Replay, dict[int, ReplayedStep]]:
     """The first pass, and what there is of the second, from the records of a run, the newest first."""
     first: dict[int, Mapping[str, Any]] = {}
     second: dict[int, Mapping[str, Any]] = {}
@@ -181,29 +183,29 @@ def passes(
             incident,
             rollback,
             () if told is None else tuple(told["hosts"]),
-            {s: _seen(record, num_ranks, rank_losses.get(str(s))) for s, record in first.items()},
+            {s: _read_seen(record, num_ranks, rank_losses.get(str(s))) for s, record in first.items()},
         ),
-        {s: _seen(record, num_ranks, None) for s, record in second.items()},
+        {s: _read_seen(record, num_ranks, None) for s, record in second.items()},
     )
 
 
-def _seen(
+def _read_seen(
     record: Mapping[str, Any],
     num_ranks: Mapping[int, tuple[int, int]],
     rank_losses: Sequence[float] | None,
-) -> Seen:
+) -> ReplayedStep:
     ranks, shared = num_ranks.get(record["attempt"], (None, 1))
-    return Seen(
+    return ReplayedStep(
         loss=record["loss"],
         grad_norm=record["grad_norm"],
         checksum=record["batch_checksum"],
         num_ranks=ranks,
         rank_losses=None if rank_losses is None else tuple(rank_losses),
-        shared=shared,
+        sequence_parallel_size=shared,
     )
 
 
-def _same(one: float | None, other: float | None) -> bool:
+def _is_same(one: float | None, other: float | None) -> bool:
     """To the bit, with NaN as a value like any other."""
     if one is None or other is None:
         return one is other

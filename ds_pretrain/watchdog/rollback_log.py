@@ -15,43 +15,43 @@ from ds_pretrain.core.files import write_atomic, write_point
 from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, is_abandoned
 
-CURE = "rollbacks.json"
+ROLLBACKS = "rollbacks.json"
 
 
 @dataclass(frozen=True)
-class Cure:
+class RollbackLog:
     """What a start has to know of the rollbacks before it."""
 
     rollbacks: tuple[Rollback, ...] = ()
     skips: tuple[Skip, ...] = ()
-    untold: str | None = None  # why a person is needed, if the run died before its exit code said so
+    unreported: str | None = None  # why a person is needed, if the run died before its exit code said so
 
     @property
     def ledger(self) -> SkipLedger:
         return SkipLedger(self.skips)
 
-    def abandons(self, state: RunState, heeds_stop: bool = True) -> bool:
+    def is_abandoned(self, state: RunState, heeds_stop: bool = True) -> bool:
         """True if a checkpoint's state lies on a branch that was left (see `is_abandoned`)."""
         return is_abandoned(state, self.rollbacks, heeds_stop)
 
-    def applied(self, state: RunState) -> RunState:
+    def apply_to(self, state: RunState) -> RunState:
         """The state to go on from where a checkpoint has this one."""
         if len(state.rollbacks) >= len(self.rollbacks):
             return state  # it knows of them
         return replace(state, ledger=self.ledger, rollbacks=self.rollbacks)
 
 
-def read_cure(out: Path) -> Cure:
+def read_rollback_log(out: Path) -> RollbackLog:
     """What was written last; nothing if there has been no rollback.
 
     Raises:
         InputError: the file is there and cannot be read.
     """
-    path = out / CURE
+    path = out / ROLLBACKS
     try:
-        return read_as(Cure, path.read_bytes())
+        return read_as(RollbackLog, path.read_bytes())
     except FileNotFoundError:
-        return Cure()
+        return RollbackLog()
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} cannot be read ({error}): it says which data the watchdog skipped; put an intact copy "
@@ -59,19 +59,19 @@ def read_cure(out: Path) -> Cure:
         ) from error
 
 
-def write_cure(out: Path, state: RunState, untold: str | None = None) -> None:
+def write_rollback_log(out: Path, state: RunState, untold: str | None = None) -> None:
     """Make a rollback or a stop count, all or nothing: `state` is the one that the run goes on from.
 
-    With `untold`, the diagnosis of a stop, the next start ends with it at once unless `note_told` came first.
+    With `untold`, the diagnosis of a stop, the next start ends with it at once unless `mark_reported` came first.
     """
-    cure = Cure(state.rollbacks, state.ledger.skips, untold)
+    cure = RollbackLog(state.rollbacks, state.ledger.skips, untold)
     write_point("cure")
-    write_atomic(out / CURE, json.dumps(asdict(cure), indent=1) + "\n")
+    write_atomic(out / ROLLBACKS, json.dumps(asdict(cure), indent=1) + "\n")
     write_point("cured")
 
 
-def note_told(out: Path) -> None:
+def mark_reported(out: Path) -> None:
     """A person has been asked for, by the exit code: the next start goes on."""
-    cure = read_cure(out)
-    if cure.untold is not None:
-        write_cure(out, RunState(ledger=cure.ledger, rollbacks=cure.rollbacks))
+    cure = read_rollback_log(out)
+    if cure.unreported is not None:
+        write_rollback_log(out, RunState(ledger=cure.ledger, rollbacks=cure.rollbacks))

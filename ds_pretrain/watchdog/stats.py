@@ -9,48 +9,48 @@ may be wild without moving either much.
 from dataclasses import replace
 from statistics import median
 
-from ds_pretrain.core.state import Usual
+from ds_pretrain.core.state import RunningStats
 
 _MAD_TO_SIGMA = 1.4826
 
 
-def score(usual: Usual, value: float, floor: float) -> float:
+def compute_score(usual: RunningStats, value: float, floor: float) -> float:
     """How many spreads `value` lies above what is expected; a spread counts as at least `floor`.
 
     At most twice as many as it lies above the centre: else the mere end of a steep fall would be a rise.
     """
-    spread = max(usual.spread, floor)
-    above_centre = (value - usual.centre) / spread
-    return min(above_centre - usual.lag / spread, max(0.0, 2 * above_centre))
+    spread = max(usual.mad_sigma, floor)
+    above_centre = (value - usual.median) / spread
+    return min(above_centre - usual.trend / spread, max(0.0, 2 * above_centre))
 
 
-def accept(usual: Usual, value: float, window: int) -> Usual:
+def accept(usual: RunningStats, value: float, window: int) -> RunningStats:
     """Append a value that was judged. Lag and spread cost most: refreshed twenty a window."""
     num_accepted = usual.num_accepted + 1
-    recent = (*usual.recent[-(num_recent(window) - 1) :], value)
+    recent = (*usual.recent[-(count_recent(window) - 1) :], value)
     if not usual.recent:
         return replace(usual, recent=recent, num_accepted=num_accepted)
-    residuals = (*usual.residuals[-(window - 1) :], value - usual.centre)
+    residuals = (*usual.residuals[-(window - 1) :], value - usual.median)
     if num_accepted % max(1, window // 20) and num_accepted > window // 2:
-        return Usual(recent, residuals, num_accepted, usual.lag, usual.spread)
-    lag, spread = lag_and_spread(residuals)
-    return Usual(recent, residuals, num_accepted, lag, spread)
+        return RunningStats(recent, residuals, num_accepted, usual.trend, usual.mad_sigma)
+    lag, spread = compute_trend_and_sigma(residuals)
+    return RunningStats(recent, residuals, num_accepted, lag, spread)
 
 
-def num_recent(window: int) -> int:
+def count_recent(window: int) -> int:
     """How many values the centre is taken over: few enough to follow a falling loss."""
     return max(2, window * 3 // 20)
 
 
-def lag_and_spread(residuals: tuple[float, ...]) -> tuple[float, float]:
+def compute_trend_and_sigma(residuals: tuple[float, ...]) -> tuple[float, float]:
     """Median, and 1.4826 times the median absolute deviation from it."""
     middle = median(residuals)
     return middle, _MAD_TO_SIGMA * median([abs(value - middle) for value in residuals])
 
 
-def num_last_above(usual: Usual, sigmas: float, floor: float, most: int) -> int:
+def count_last_above(usual: RunningStats, sigmas: float, floor: float, most: int) -> int:
     """How many of the last `most` accepted values, without a gap, lay `sigmas` spreads above the expected."""
-    limit = usual.lag + sigmas * max(usual.spread, floor)
+    limit = usual.trend + sigmas * max(usual.mad_sigma, floor)
     num = 0
     for residual in reversed(usual.residuals[-most:]):
         if residual < limit:

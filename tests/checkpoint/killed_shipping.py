@@ -20,8 +20,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     remote.write_point = upload.write_point = write_point  # type: ignore[attr-defined]
-    rounds = upload.Rounds(Path(sys.argv[1]), sys.argv[2], 0, 1, None)
-    while rounds.round() == 0:
+    rounds = upload.UploadLoop(Path(sys.argv[1]), sys.argv[2], 0, 1, None)
+    while rounds.run_once() == 0:
         pass
 
 

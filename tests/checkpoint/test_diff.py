@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from ds_pretrain.checkpoint import reshard as convert
-from ds_pretrain.checkpoint.diff import SHOWN_LINES, described, differences
+from ds_pretrain.checkpoint.diff import SHOWN_LINES, compare_checkpoints, describe_differences
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     RUN_STATE,
     FileEntry,
+    list_published,
     parse_manifest,
-    published,
     step_name,
 )
 from ds_pretrain.checkpoint.rng import capture_streams, rng_file, seed_streams
-from ds_pretrain.checkpoint.shards import Source
+from ds_pretrain.checkpoint.shards import ShardedCheckpoint
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import compute_checksum
 from tests import harness
 from tests.checkpoint.test_universal import SHAPES, STEP, write_checkpoint
 from tests.harness import record_run
@@ -46,7 +46,8 @@ def seal(folder: Path, **fields: Any) -> Path:
     """A manifest that lists everything in the folder."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     entries = {
-        p.relative_to(folder).as_posix(): FileEntry(p.stat().st_size, checksum(p)) for p in sorted(paths)
+        p.relative_to(folder).as_posix(): FileEntry(p.stat().st_size, compute_checksum(p))
+        for p in sorted(paths)
     }
     manifest = parse_manifest((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(replace(manifest, files=entries, **fields).to_json())
@@ -77,15 +78,15 @@ def written(
 
 def lines(a: Path, b: Path) -> list[str]:
     """What is said between the two titles and the summary."""
-    return list(described(differences(a, b)))[2:-1]
+    return list(describe_differences(compare_checkpoints(a, b)))[2:-1]
 
 
 def test_a_checkpoint_and_its_copy_are_equal(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a"), written(tmp_path / "b")
-    found = differences(a, b)
-    assert found.none
-    assert found.same_state
-    assert list(described(found)) == [
+    found = compare_checkpoints(a, b)
+    assert found.is_empty
+    assert found.is_same_state
+    assert list(describe_differences(found)) == [
         "a  step 5, 2 ranks, ZeRO-3",
         "b  step 5, 2 ranks, ZeRO-3",
         "bitwise equal: 8 tensors, 6 random streams on 2 ranks, options, counters and settings",
@@ -162,7 +163,7 @@ def test_one_change_gives_one_line_that_names_it(
 ) -> None:
     a, b = written(tmp_path / "a"), written(tmp_path / "b", change, rank)
     assert lines(a, b) == [line]
-    assert not differences(a, b).same_state
+    assert not compare_checkpoints(a, b).is_same_state
 
 
 def test_bits_are_compared_not_values(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_a_shard_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> 
     a, b = written(tmp_path / "a"), written(tmp_path / "b")
     for name in (OPTIM, MODEL):
         torch.save({"optimizer_state_dict": Trap()}, b / name.format(2))
-    assert differences(a, b).none
+    assert compare_checkpoints(a, b).is_empty
     assert not (tmp_path / "sprung").exists()
 
 
@@ -207,7 +208,7 @@ def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         (b / OPTIM.format(rank)).unlink()
     with pytest.raises(InputError, match=r"b.*holds no DeepSpeed shards \(\*_optim_states\.pt\); name a"):
-        differences(a, seal(b))
+        compare_checkpoints(a, seal(b))
 
 
 def test_the_furthest_apart_come_first_and_the_rest_are_counted(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_the_furthest_apart_come_first_and_the_rest_are_counted(tmp_path: Path) 
         model["module"] = {name: torch.tensor([1.0]) for name in model["buffer_names"]}
 
     a, b = written(tmp_path / "a", plain, on_rank=0), written(tmp_path / "b", grown, on_rank=0)
-    *_, summary = described(differences(a, b))
+    *_, summary = describe_differences(compare_checkpoints(a, b))
     assert summary == "different: 29 of 37 tensors, 0 of 6 random streams on 2 ranks, 0 values"
     said = lines(a, b)
     assert len(said) == SHOWN_LINES + 1
@@ -235,13 +236,13 @@ def test_each_random_stream_is_named_with_its_rank(tmp_path: Path) -> None:
     streams["device"] = torch.zeros(4, dtype=torch.uint8)
     torch.save(streams, b / rng_file(1))
     seal(b)
-    found = differences(a, b)
+    found = compare_checkpoints(a, b)
     assert found.streams == (
         "rank 1: the random stream of numpy differs",
         "rank 1: the random stream of device differs",
     )
     assert (found.num_streams, found.num_ranks) == (7, 2)
-    assert differences(a, more).streams == ("rank 2: random streams only in b",)
+    assert compare_checkpoints(a, more).streams == ("rank 2: random streams only in b",)
 
 
 def test_settings_are_compared_by_their_dotted_paths(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_settings_are_compared_by_their_dotted_paths(tmp_path: Path) -> None:
     state = json.loads((b / RUN_STATE).read_text())
     (b / RUN_STATE).write_text(json.dumps({**state, "step": 6}))
     seal(b)
-    found = differences(a, b)
+    found = compare_checkpoints(a, b)
     assert found.values["run.toml.checkpoint.every"] == ("5 steps", "9 steps")
     assert found.values["deepspeed.json"] == (None, {"zero_optimization": {"stage": 3}})
     assert found.values["overrides"][1] == ["seed=9"]
@@ -269,12 +270,12 @@ def test_other_ranks_stages_and_formats_of_the_same_state_are_bitwise_equal(tmp_
         **options,
     )
     run_ranks(record_run, 2, str(run_file))
-    [two] = [path for path in published(tmp_path / "two/out/checkpoints") if path.name == step_name(3)]
+    [two] = [path for path in list_published(tmp_path / "two/out/checkpoints") if path.name == step_name(3)]
     shutil.copytree(two, tmp_path / "three/out/checkpoints" / two.name)
     run_ranks(harness.restore_and_save, 3, str(other))
     three = tmp_path / "three/out/checkpoints" / two.name
 
-    found = differences(two, three)
+    found = compare_checkpoints(two, three)
     assert found.titles == ("step 3, 2 ranks, ZeRO-2", "step 3, 3 ranks, ZeRO-3")
     assert found.tensors == ()
     assert found.num_tensors == 75
@@ -283,13 +284,13 @@ def test_other_ranks_stages_and_formats_of_the_same_state_are_bitwise_equal(tmp_
 
     run_ranks(harness.convert_here, 1, str(two))
     form = two.with_name(f"{two.name}.universal")
-    found = differences(two, form)
-    assert found.none
+    found = compare_checkpoints(two, form)
+    assert found.is_empty
     assert found.titles[1] == "step 3, universal, of 2 ranks, ZeRO-2"
 
     last = two.with_name(step_name(6))
-    assert len(differences(form, last).tensors) == 75
-    assert len(differences(last, two).tensors) == 75 + 25  # also what the model computes with
+    assert len(compare_checkpoints(form, last).tensors) == 75
+    assert len(compare_checkpoints(last, two).tensors) == 75 + 25  # also what the model computes with
 
 
 def test_one_parameter_of_each_is_in_memory_at_a_time(
@@ -298,17 +299,17 @@ def test_one_parameter_of_each_is_in_memory_at_a_time(
     a, b = written(tmp_path / "a"), written(tmp_path / "b", _moment)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    whole = Source.whole
+    whole = ShardedCheckpoint.whole
 
-    def watched(self: Source, name: str, kind: str) -> torch.Tensor:
+    def watched(self: ShardedCheckpoint, name: str, kind: str) -> torch.Tensor:
         nonlocal most
         tensor = whole(self, name, kind)
         alive.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in alive))
         return tensor
 
-    monkeypatch.setattr(Source, "whole", watched)
-    differences(a, b)
+    monkeypatch.setattr(ShardedCheckpoint, "whole", watched)
+    compare_checkpoints(a, b)
     assert (len(alive), most) == (12, 2)
 
 
@@ -324,13 +325,13 @@ def test_nothing_is_unpickled_of_a_checkpoint_that_does_not_verify(tmp_path: Pat
     torch.save({"optimizer_state_dict": Trap()}, b / OPTIM.format(0))
     (b / MANIFEST).unlink()
     with pytest.raises(InputError) as raised:
-        differences(a, b)
+        compare_checkpoints(a, b)
     first, second = raised.value.problems
     assert first.startswith(f"{a} cannot be opened: {OPTIM.format(0)} has ")
     assert "neither manifest.json nor universal.json" in second
     assert "pickles, which can run code" in second
     with pytest.raises(InputError, match="there is no such folder"):
-        differences(c, tmp_path / "nowhere")
+        compare_checkpoints(c, tmp_path / "nowhere")
     assert not (tmp_path / "sprung").exists()
 
 
@@ -338,13 +339,13 @@ def test_a_damaged_universal_form_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(convert, "_run_tool", harness.tool_in_this_process)
     a = written(tmp_path / "a")
     form = convert.convert(a)
-    assert differences(a, form).none
+    assert compare_checkpoints(a, form).is_empty
     path = form / "zero" / "a.bias" / "fp32.pt"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"the checksum of zero/a.bias/fp32.pt does not match"):
-        differences(a, form)
+        compare_checkpoints(a, form)
 
 
 def test_shards_that_lack_elements_are_refused(tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_shards_that_lack_elements_are_refused(tmp_path: Path) -> None:
 
     a, b = written(tmp_path / "a"), written(tmp_path / "b", shorter)
     with pytest.raises(InputError, match=r"its shards hold 3 elements of a.bias \(fp32\), expected 5"):
-        differences(a, b)
+        compare_checkpoints(a, b)
 
 
 def test_a_checkpoint_before_the_first_update_has_masters_only(tmp_path: Path) -> None:

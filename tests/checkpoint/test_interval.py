@@ -5,7 +5,7 @@ from math import exp, expm1, sqrt
 import pytest
 from scipy.optimize import minimize_scalar
 
-from ds_pretrain.checkpoint.interval import Costs, advice_lines, spoken, stall_warning
+from ds_pretrain.checkpoint.interval import Costs, check_stall, format_interval_advice, format_seconds
 
 HOUR = 3600.0
 
@@ -48,8 +48,8 @@ def test_what_is_lost_is_least_near_the_advice_and_counts_writing_and_restoring(
     costs = Costs(2.0, 60.0, 120.0, 8 * HOUR)
     best = costs.best_seconds
     assert costs.young_seconds == sqrt(2 * 2.0 * 8 * HOUR)
-    assert costs.lost_share(best) == pytest.approx(2.0 / best + (best / 2 + 180.0) / (8 * HOUR))
-    assert costs.lost_share(best) < min(costs.lost_share(best / 1.2), costs.lost_share(best * 1.2))
+    assert costs.lost_fraction(best) == pytest.approx(2.0 / best + (best / 2 + 180.0) / (8 * HOUR))
+    assert costs.lost_fraction(best) < min(costs.lost_fraction(best / 1.2), costs.lost_fraction(best * 1.2))
 
 
 def test_the_advice_is_never_shorter_than_a_save_takes() -> None:
@@ -58,32 +58,32 @@ def test_the_advice_is_never_shorter_than_a_save_takes() -> None:
 
 
 def test_a_share_is_never_more_than_all() -> None:
-    assert Costs(60.0, 0.0, 0.0, HOUR).lost_share(10.0) == 1.0
-    assert Costs(60.0, 0.0, 0.0, HOUR).lost_share(0.0) == 1.0
+    assert Costs(60.0, 0.0, 0.0, HOUR).lost_fraction(10.0) == 1.0
+    assert Costs(60.0, 0.0, 0.0, HOUR).lost_fraction(0.0) == 1.0
 
 
 def test_the_advice_in_words() -> None:
     costs = Costs(2.0, 60.0, 120.0, 8 * HOUR)
-    assert list(advice_lines(costs, 2 * HOUR)) == [
+    assert list(format_interval_advice(costs, 2 * HOUR)) == [
         "a save every 5.7 min loses least: 1.80% of the time is expected to be lost (Daly 2006; Young 1974 "
         "says 5.7 min)",
         "checkpoint.every is about 2 h at present: 13.15% is expected to be lost",
     ]
-    assert len(list(advice_lines(costs, None))) == 1
+    assert len(list(format_interval_advice(costs, None))) == 1
 
 
 def test_a_stall_longer_than_its_share_is_warned_of() -> None:
-    assert stall_warning(3.0, 60.0, 0.05) is None
-    assert stall_warning(3.2, 40.0, 0.05) == (
+    assert check_stall(3.0, 60.0, 0.05) is None
+    assert check_stall(3.2, 40.0, 0.05) == (
         "training stands still for 3.2 s at a save, 8.0% of the 40 s between saves, and "
         "checkpoint.max_stall_fraction allows 5.0%: save less often (checkpoint.every), or give the hosts "
         "more free "
         "memory, so that saves are written behind"
     )
-    assert "all of the 0 s" in str(stall_warning(1.0, 0.0, 0.05))
+    assert "all of the 0 s" in str(check_stall(1.0, 0.0, 0.05))
 
 
 def test_spans_are_spoken_with_two_digits_in_the_unit_that_fits() -> None:
     spans = {0.0: "0 s", 0.0421: "0.042 s", 3.25: "3.2 s", 9.97: "10 s", 99.4: "99 s", 99.6: "1.7 min"}
     spans |= {840.0: "14 min", 2.5 * HOUR: "2.5 h", 72 * HOUR: "72 h", 5000 * HOUR: "5,000 h"}
-    assert {seconds: spoken(seconds) for seconds in spans} == spans
+    assert {seconds: format_seconds(seconds) for seconds in spans} == spans

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.checkpoint import inventory
-from ds_pretrain.checkpoint.inventory import VERIFIED, ago, entries_there, listed, size, wrong_there
+from ds_pretrain.checkpoint.inventory import (
+    VERIFIED,
+    find_remote_problem,
+    format_age,
+    format_bytes,
+    format_inventory,
+    list_remote_entries,
+)
 from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest, step_name
-from ds_pretrain.checkpoint.remote import remote_at
-from ds_pretrain.checkpoint.retention import CALM, SHIPPED, manifest_sum
+from ds_pretrain.checkpoint.remote import reopen_remote
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, UPLOADED, manifest_checksum
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
@@ -33,7 +40,7 @@ def cells(line: str) -> list[str]:
 def table(root: Path, later: timedelta = timedelta()) -> list[str]:
     """The list, seen that much after the first checkpoint was made."""
     manifest = parse_manifest((root / step_name(10) / MANIFEST).read_text())
-    return list(listed(root, datetime.fromisoformat(manifest.created) + later))
+    return list(format_inventory(root, datetime.fromisoformat(manifest.created) + later))
 
 
 def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
@@ -41,10 +48,10 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
 ) -> None:
     out = made(tmp_path)
     root = out / "checkpoints"
-    (root / step_name(10) / CALM).touch()
-    shipped = {"manifest": manifest_sum((root / step_name(10) / MANIFEST).read_bytes())}
-    (root / step_name(10) / SHIPPED).write_text(json.dumps(shipped))
-    (root / step_name(20) / SHIPPED).write_text(json.dumps(shipped))  # of another save
+    (root / step_name(10) / KNOWN_GOOD).touch()
+    shipped = {"manifest": manifest_checksum((root / step_name(10) / MANIFEST).read_bytes())}
+    (root / step_name(10) / UPLOADED).write_text(json.dumps(shipped))
+    (root / step_name(20) / UPLOADED).write_text(json.dumps(shipped))  # of another save
     assert main(["checkpoints", str(out), "pin", "20"]) == 0
     assert main(["checkpoints", str(make_run(tmp_path))]) == 0  # by its run file
     kept, header, newest, older = capsys.readouterr().out.splitlines()
@@ -61,7 +68,7 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
         "10",
         f"{manifest.tokens:,}",
         "2 h",
-        size(manifest.total_bytes),
+        format_bytes(manifest.total_bytes),
         str(manifest.world_size),
         str(manifest.zero_stage),
     ]
@@ -84,9 +91,9 @@ def test_a_folder_of_checkpoints_anywhere_can_be_asked_about(
 
 def test_spans_and_sizes_are_said_in_the_unit_that_matters() -> None:
     spans = {-3: "0 s", 59.9: "59 s", 60: "1 min", 7_199: "1 h", 86_399: "23 h", 5 * 86_400: "5 d"}
-    assert {seconds: ago(seconds) for seconds in spans} == spans
+    assert {seconds: format_age(seconds) for seconds in spans} == spans
     sizes = {0: "0 B", 999: "999 B", 1_000: "1.0 kB", 999_600: "1.0 MB", 2.5e12: "2.5 TB", 2e15: "2,000.0 TB"}
-    assert {number: size(number) for number in sizes} == sizes
+    assert {number: format_bytes(number) for number in sizes} == sizes
 
 
 def test_verify_names_what_is_broken_and_moves_nothing(
@@ -116,27 +123,27 @@ def test_what_was_verified_is_shown_with_its_time_until_another_save_takes_its_p
     mark = json.loads((folder / VERIFIED).read_text())
     mark["time"] = (datetime.now(UTC) - timedelta(hours=2, minutes=1)).isoformat()
     (folder / VERIFIED).write_text(json.dumps(mark))
-    _, newest, older = listed(root)
+    _, newest, older = format_inventory(root)
     assert (cells(newest)[-1], cells(older)[-1]) == ("2 h ago", "-")
 
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text + "\n")
-    assert cells(list(listed(root))[1])[-1] == "-"
+    assert cells(list(format_inventory(root))[1])[-1] == "-"
     (folder / MANIFEST).write_text(text)
     (folder / VERIFIED).write_text("{")
-    assert cells(list(listed(root))[1])[-1] == "-"
+    assert cells(list(format_inventory(root))[1])[-1] == "-"
 
 
 def test_a_checkpoint_that_is_no_longer_intact_loses_its_mark(tmp_path: Path) -> None:
     root = made(tmp_path) / "checkpoints"
-    assert inventory.verified(root / step_name(20)) is None
+    assert inventory.verify_folder(root / step_name(20)) is None
     shard = next((root / step_name(20)).glob("bf16_*"))
     flipped = bytearray(shard.read_bytes())
     flipped[-1] ^= 1
     shard.write_bytes(flipped)
-    assert cells(list(listed(root))[1])[-1].endswith(" s ago")  # sizes alone do not tell
-    assert "checksum" in str(inventory.verified(root / step_name(20)))
-    assert cells(list(listed(root))[1])[-1] == "-"
+    assert cells(list(format_inventory(root))[1])[-1].endswith(" s ago")  # sizes alone do not tell
+    assert "checksum" in str(inventory.verify_folder(root / step_name(20)))
+    assert cells(list(format_inventory(root))[1])[-1] == "-"
 
 
 def _truncated(folder: Path) -> str:
@@ -171,7 +178,7 @@ def test_a_broken_checkpoint_is_listed_with_the_reason(tmp_path: Path, harm: obj
     root = made(tmp_path) / "checkpoints"
     assert callable(harm)
     reason = harm(root / step_name(20))
-    header, broken, intact = listed(root)
+    header, broken, intact = format_inventory(root)
     assert broken.startswith(f"  20  BROKEN: {reason}")
     assert cells(intact)[0] == "10"
     assert cells(header)[0] == "step"
@@ -185,8 +192,8 @@ def test_a_disk_that_does_not_answer_is_said_in_the_list(
     def fails(*_: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(inventory, "first_wrong", fails)
-    assert "  20  it cannot be checked ([Errno 5] Input/output error)" in list(listed(root))
+    monkeypatch.setattr(inventory, "find_first_problem", fails)
+    assert "  20  it cannot be checked ([Errno 5] Input/output error)" in list(format_inventory(root))
 
 
 def test_a_manifest_of_another_step_at_the_place_is_broken(tmp_path: Path) -> None:
@@ -194,12 +201,12 @@ def test_a_manifest_of_another_step_at_the_place_is_broken(tmp_path: Path) -> No
     (root / step_name(20) / MANIFEST).write_bytes((root / step_name(10) / MANIFEST).read_bytes())
     for name in parse_manifest((root / step_name(10) / MANIFEST).read_text()).files:
         (root / step_name(20) / name).write_bytes((root / step_name(10) / name).read_bytes())
-    remote = remote_at(str(root))
-    assert [entry.reason for entry in entries_there(remote)] == ["its manifest is of step 10", None]
-    assert wrong_there(remote, 20) == "its manifest is of step 10"
-    assert wrong_there(remote, 10) is None
+    remote = reopen_remote(str(root))
+    assert [entry.reason for entry in list_remote_entries(remote)] == ["its manifest is of step 10", None]
+    assert find_remote_problem(remote, 20) == "its manifest is of step 10"
+    assert find_remote_problem(remote, 10) is None
     remote.write(20, MANIFEST, b"{")
-    assert str(wrong_there(remote, 20)).startswith("its manifest cannot be read: ")
+    assert str(find_remote_problem(remote, 20)).startswith("its manifest cannot be read: ")
 
 
 def shipping(folder: Path, places: str) -> Path:
@@ -253,7 +260,7 @@ def test_what_was_set_aside_has_a_line_of_its_own(tmp_path: Path) -> None:
     (root / step_name(20)).rename(aside)
     then = (datetime.now(UTC) - timedelta(days=5)).timestamp()
     os.utime(aside, (then, then))
-    *_, last = listed(root)
+    *_, last = format_inventory(root)
     assert last == "step_000000020.broken2: set aside as broken, last touched 5 d ago; no start uses it"
 
 
@@ -296,6 +303,6 @@ def test_a_disk_that_does_not_answer_is_no_broken_checkpoint(
     def fails(*_: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(inventory, "broken_reason", fails)
+    monkeypatch.setattr(inventory, "find_damage", fails)
     assert main(["checkpoints", str(out), "verify", "20"]) == 2
     assert "cannot be checked ([Errno 5] Input/output error); mend the disk" in capsys.readouterr().err

@@ -11,12 +11,12 @@ from ds_pretrain.checkpoint.manifest import (
     FileEntry,
     Manifest,
     UnknownVersion,
-    owner,
+    list_published,
+    owner_rank,
     parse_manifest,
-    published,
+    parse_step,
     seal,
     step_name,
-    step_of,
 )
 
 MANIFEST = Manifest(
@@ -91,14 +91,14 @@ def test_a_name_that_leaves_the_folder_is_refused(name: str) -> None:
 
 def test_step_names_sort_as_steps_do_and_read_back() -> None:
     assert step_name(1000) == "step_000001000"
-    assert [step_of(step_name(step)) for step in (0, 7, 10**9, 10**12)] == [0, 7, 10**9, 10**12]
+    assert [parse_step(step_name(step)) for step in (0, 7, 10**9, 10**12)] == [0, 7, 10**9, 10**12]
     assert [
-        step_of(name) for name in ("step_000000003.partial", "step_000000003.broken", "step_3", "latest")
+        parse_step(name) for name in ("step_000000003.partial", "step_000000003.broken", "step_3", "latest")
     ] == [None] * 4
 
 
 def test_published_lists_checkpoints_only_the_newest_first(tmp_path: Path) -> None:
-    assert published(tmp_path / "nothing") == []
+    assert list_published(tmp_path / "nothing") == []
     for name in (
         step_name(3),
         step_name(20),
@@ -108,7 +108,7 @@ def test_published_lists_checkpoints_only_the_newest_first(tmp_path: Path) -> No
     ):
         (tmp_path / name).mkdir()
     (tmp_path / "latest").write_text("x")
-    assert [path.name for path in published(tmp_path)] == [step_name(10**9), step_name(20), step_name(3)]
+    assert [path.name for path in list_published(tmp_path)] == [step_name(10**9), step_name(20), step_name(3)]
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,4 @@ def test_published_lists_checkpoints_only_the_newest_first(tmp_path: Path) -> No
     ],
 )
 def test_a_file_belongs_to_the_rank_in_its_name(name: str, rank: int) -> None:
-    assert owner(name) == rank
+    assert owner_rank(name) == rank

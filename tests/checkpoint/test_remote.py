@@ -10,7 +10,7 @@ import pytest
 
 from ds_pretrain.checkpoint import remote as module
 from ds_pretrain.checkpoint.manifest import FileEntry
-from ds_pretrain.checkpoint.remote import Remote, open_remote, without_secrets
+from ds_pretrain.checkpoint.remote import Remote, hide_secrets, open_remote
 from ds_pretrain.core.errors import InputError
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
 
@@ -25,10 +25,10 @@ def test_a_file_arrives_byte_for_byte_and_comes_back_so(place: str, size: int, t
     content = content[:size]
     (tmp_path / "shard.pt").write_bytes(content)
     remote = open_remote(place)
-    assert remote.place == place
-    assert remote.put(tmp_path / "shard.pt", 7, "rng/rank_00000.pt") == _summed(content)
-    assert remote.size(7, "rng/rank_00000.pt") == size
-    assert open_remote(place).fetch(7, "rng/rank_00000.pt", tmp_path / "back.pt") == _summed(content)
+    assert remote.location == place
+    assert remote.upload(tmp_path / "shard.pt", 7, "rng/rank_00000.pt") == _summed(content)
+    assert remote.get_size(7, "rng/rank_00000.pt") == size
+    assert open_remote(place).download(7, "rng/rank_00000.pt", tmp_path / "back.pt") == _summed(content)
     assert (tmp_path / "back.pt").read_bytes() == content
     assert remote.entry(7, "rng/rank_00000.pt") == _summed(content)
 
@@ -40,34 +40,38 @@ def test_a_file_of_many_parts_arrives_whole(
     content = bytes(range(256)) * (110 << 12)  # 110 MiB: more than s3fs sends at once
     (tmp_path / "shard.pt").write_bytes(content)
     remote = open_remote(f"s3://{BUCKET}/parts")
-    assert remote.put(tmp_path / "shard.pt", 7, "shard.pt") == _summed(content)
+    assert remote.upload(tmp_path / "shard.pt", 7, "shard.pt") == _summed(content)
     remote.delete(7)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(place: str) -> None:
     remote = open_remote(place)
-    assert (remote.steps(), remote.folders()) == ([], [])
+    assert (remote.list_steps(), remote.list_folders()) == ([], [])
     for step in (3, 20, 1_000_000_000):
         remote.write(step, "run_state.json", b"{}")
     for step in (3, 1_000_000_000):
         remote.write(step, "manifest.json", b"{}")
-    assert remote.steps() == [1_000_000_000, 3]
-    assert remote.folders() == [1_000_000_000, 20, 3]
+    assert remote.list_steps() == [1_000_000_000, 3]
+    assert remote.list_folders() == [1_000_000_000, 20, 3]
     assert remote.read(20, "manifest.json") is None
     assert remote.read(20, "run_state.json") == b"{}"
-    assert sorted(remote.names(3)) == ["manifest.json", "run_state.json"]
-    assert (remote.size(20, "manifest.json"), remote.names(4)) == (None, [])
+    assert sorted(remote.list_names(3)) == ["manifest.json", "run_state.json"]
+    assert (remote.get_size(20, "manifest.json"), remote.list_names(4)) == (None, [])
 
 
 def test_what_another_host_wrote_is_seen_at_once(place: str) -> None:
     here, there = open_remote(place), open_remote(place)
-    assert (here.steps(), here.read(5, "manifest.json"), here.names(5)) == ([], None, [])
+    assert (here.list_steps(), here.read(5, "manifest.json"), here.list_names(5)) == ([], None, [])
     there.write(5, "manifest.json", b"1")
-    assert (here.steps(), here.read(5, "manifest.json"), here.names(5)) == ([5], b"1", ["manifest.json"])
+    assert (here.list_steps(), here.read(5, "manifest.json"), here.list_names(5)) == (
+        [5],
+        b"1",
+        ["manifest.json"],
+    )
     there.write(5, "manifest.json", b"22")
-    assert (here.read(5, "manifest.json"), here.size(5, "manifest.json")) == (b"22", 2)
+    assert (here.read(5, "manifest.json"), here.get_size(5, "manifest.json")) == (b"22", 2)
     there.delete(5)
-    assert (here.steps(), here.folders(), here.names(5)) == ([], [], [])
+    assert (here.list_steps(), here.list_folders(), here.list_names(5)) == ([], [], [])
 
 
 def test_the_manifest_goes_first_when_a_checkpoint_is_deleted(
@@ -77,10 +81,12 @@ def test_the_manifest_goes_first_when_a_checkpoint_is_deleted(
     for name in ("a.pt", "manifest.json", "rng/rank_00000.pt"):
         remote.write(5, name, b"x")
     seen = []
-    monkeypatch.setattr(module, "write_point", lambda name: seen.append((remote.steps(), remote.folders())))
+    monkeypatch.setattr(
+        module, "write_point", lambda name: seen.append((remote.list_steps(), remote.list_folders()))
+    )
     remote.delete(5)
     assert seen == [([], [5])]
-    assert remote.folders() == []
+    assert remote.list_folders() == []
     remote.delete(5)  # it is gone: no error
     remote.remove(5, "manifest.json")
 
@@ -88,10 +94,10 @@ def test_the_manifest_goes_first_when_a_checkpoint_is_deleted(
 def test_what_is_not_there_cannot_be_fetched_and_the_error_names_it(place: str, tmp_path: Path) -> None:
     remote = open_remote(place)
     with pytest.raises(FileNotFoundError, match=r"cannot read shard\.pt of step 5"):
-        remote.fetch(5, "shard.pt", tmp_path / "back.pt")
+        remote.download(5, "shard.pt", tmp_path / "back.pt")
     assert remote.entry(5, "shard.pt") is None
     with pytest.raises(FileNotFoundError, match=r"cannot upload shard\.pt of step 5"):
-        remote.put(tmp_path / "nothing", 5, "shard.pt")
+        remote.upload(tmp_path / "nothing", 5, "shard.pt")
 
 
 def test_a_copy_that_fails_leaves_nothing_under_its_name(
@@ -106,9 +112,9 @@ def test_a_copy_that_fails_leaves_nothing_under_its_name(
 
     monkeypatch.setattr(module.os, "fsync", refuse)
     with pytest.raises(OSError, match=r"cannot upload shard\.pt of step 5: .*No space left on device"):
-        remote.put(tmp_path / "shard.pt", 5, "shard.pt")
+        remote.upload(tmp_path / "shard.pt", 5, "shard.pt")
     monkeypatch.undo()
-    assert remote.names(5) == ["manifest.json"]
+    assert remote.list_names(5) == ["manifest.json"]
 
 
 def test_opening_leaves_nothing_behind(place: str, tmp_path: Path) -> None:
@@ -147,11 +153,11 @@ def test_a_place_that_forgets_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_place_says_whose_it_is_and_an_empty_word_says_nothing(place: str) -> None:
     remote = open_remote(place)
-    assert remote.label() is None
-    remote.set_label(b"")  # as a writer leaves it that is killed at a store which is not atomic
-    assert open_remote(place).label() is None
-    remote.set_label(b'{"name": "mine"}')
-    assert open_remote(place).label() == b'{"name": "mine"}'
+    assert remote.read_label() is None
+    remote.write_label(b"")  # as a writer leaves it that is killed at a store which is not atomic
+    assert open_remote(place).read_label() is None
+    remote.write_label(b'{"name": "mine"}')
+    assert open_remote(place).read_label() == b'{"name": "mine"}'
 
 
 def test_a_kill_while_it_is_said_whose_a_folder_is_leaves_no_part_of_it(
@@ -162,21 +168,21 @@ def test_a_kill_while_it_is_said_whose_a_folder_is_leaves_no_part_of_it(
     fsync = module.os.fsync
 
     def watched(descriptor: int) -> None:
-        found.append(remote.label())
+        found.append(remote.read_label())
         fsync(descriptor)
 
     monkeypatch.setattr(module.os, "fsync", watched)
-    remote.set_label(b"mine")
+    remote.write_label(b"mine")
     assert found == [None, b"mine"]  # before it is synced, and when its name is
 
 
 def test_unfinished_copies_are_listed_wherever_they_lie(place: str, tmp_path: Path) -> None:
     remote = open_remote(place)
-    assert remote.unfinished(5) == []
+    assert remote.list_unfinished(5) == []
     for name in ("a.pt", ".a.pt.0123", "rng/.b.pt.4567"):
         remote.write(5, name, b"x")
     expected = [".a.pt.0123", "rng/.b.pt.4567"] if remote._is_local else []
-    assert remote.unfinished(5) == expected
+    assert remote.list_unfinished(5) == expected
 
 
 def test_a_store_that_does_not_answer_is_an_error_and_not_an_empty_one(
@@ -188,14 +194,14 @@ def test_a_store_that_does_not_answer_is_an_error_and_not_an_empty_one(
     remote.write(5, "manifest.json", b"{}")
     way.breaks_after = 0
     for ask in (
-        remote.steps,
+        remote.list_steps,
         lambda: remote.read(5, "manifest.json"),
-        lambda: remote.size(5, "manifest.json"),
+        lambda: remote.get_size(5, "manifest.json"),
     ):
         with pytest.raises(OSError, match=f"s3://{BUCKET}/quiet: cannot "):
             ask()
     way.breaks_after = None
-    assert remote.steps() == [5]
+    assert remote.list_steps() == [5]
     way.close()
 
 
@@ -230,11 +236,11 @@ def test_no_error_of_a_store_shows_a_credential(
     use_s3(monkeypatch, *server, tmp_path)
     remote = Remote("leaky://here", LeakyStore(), "here")
     asked = [
-        remote.steps,
+        remote.list_steps,
         lambda: remote.read(5, "x"),
         lambda: remote.write(5, "x", b""),
-        lambda: remote.put(tmp_path, 5, "x"),
-        lambda: remote.fetch(5, "x", tmp_path / "y"),
+        lambda: remote.upload(tmp_path, 5, "x"),
+        lambda: remote.download(5, "x", tmp_path / "y"),
         lambda: remote.delete(5),
     ]
     for ask in asked:
@@ -250,13 +256,13 @@ def test_texts_are_freed_of_secrets_and_of_nothing_else(monkeypatch: pytest.Monk
     monkeypatch.setenv("SOME_TOKEN", "1")
     monkeypatch.setenv("FSSPEC_S3", '{"secret": "in-the-json", "endpoint_url": "http://host"}')
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=x;AccountKey=abcd")
-    assert without_secrets(
-        "a+secret/value a%2Bsecret%2Fvalue 1 in-the-json http://host AccountKey=efgh; x"
-    ) == ("[hidden] [hidden] 1 [hidden] http://host AccountKey=[hidden]; x")
-    assert without_secrets("at AccountName=x;AccountKey=abcd") == "at [hidden]"
+    assert hide_secrets("a+secret/value a%2Bsecret%2Fvalue 1 in-the-json http://host AccountKey=efgh; x") == (
+        "[hidden] [hidden] 1 [hidden] http://host AccountKey=[hidden]; x"
+    )
+    assert hide_secrets("at AccountName=x;AccountKey=abcd") == "at [hidden]"
     for plain in (
         "s3://vault/llama-1b: cannot read manifest.json of step 5: Unable to locate credentials",
         "Could not connect to the endpoint URL: http://host:9000/vault/step_000000005/a.pt",
         "the AWS credentials of this host have expired, basic authorization is refused",
     ):
-        assert without_secrets(plain) == plain
+        assert hide_secrets(plain) == plain

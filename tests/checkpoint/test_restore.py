@@ -14,16 +14,16 @@ from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint import save as saves
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.checkpoint import storage as places
-from ds_pretrain.checkpoint.manifest import parse_manifest, published, step_name
-from ds_pretrain.checkpoint.retention import CALM, PINNED, doomed, prune
-from ds_pretrain.checkpoint.save import Outcome, Saves
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.manifest import list_published, parse_manifest, step_name
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, PINNED, prune, select_expired
+from ds_pretrain.checkpoint.save import SaveOutcome, Saves
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import Capture
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.training.rollback import saved_steps
+from ds_pretrain.training.rollback import list_saved_steps
 from tests.checkpoint.saving import save_now
 from tests.checkpoint.test_manifest import MANIFEST
 from tests.ranks import heard, run_ranks
@@ -79,7 +79,7 @@ class FullDisk(SmallShards):
         return self.error if self.world.rank == self.broken_rank else None
 
 
-def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> Outcome:
+def _save(root: Path, step: int, world: World, shards: SmallShards | None = None) -> SaveOutcome:
     manifest = replace(MANIFEST, step=step, world_size=world.size, files={})
     state = RunState(step, SkipLedger((Skip("main", 0, 5, "spike", 1, 1),)))
     return save_now(root, state, manifest, TEXTS, shards or SmallShards(world), world)
@@ -89,7 +89,7 @@ def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     """The name of what was found, what was told, and the type and text of what was raised."""
     with heard() as told:
         try:
-            found = store.find(Places(root, root), world)
+            found = store.find(StorageLayout(root, root), world)
         except RunError as error:
             return None, told, f"{type(error).__name__}: {error}"
     return found.folder.name if found else None, told, None
@@ -101,10 +101,10 @@ def _names(root: Path) -> list[str]:
 
 def _save_find_restore(world: World, folder: str) -> Any:
     root = Path(folder) / "checkpoints"
-    nothing = store.find(Places(root, root), world)
+    nothing = store.find(StorageLayout(root, root), world)
     _save(root, 3, world)
     saved = _save(root, 6, world)
-    found = store.find(Places(root, root), world)
+    found = store.find(StorageLayout(root, root), world)
     assert found is not None
     shards = SmallShards(world)
     state = store.restore(found, shards, 7, world)
@@ -211,7 +211,7 @@ def test_a_second_broken_checkpoint_of_a_step_does_not_displace_the_first(tmp_pa
         _save(tmp_path, 3, world)
         (tmp_path / step_name(3) / "run.toml").unlink()
         with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
-            store.find(Places(tmp_path, tmp_path), world)
+            store.find(StorageLayout(tmp_path, tmp_path), world)
     assert _names(tmp_path) == ["latest", *(f"step_000000003.broken{n}" for n in ("", 2, 3))]
 
 
@@ -305,7 +305,7 @@ def test_a_failure_at_any_point_of_a_save_reaches_every_rank(tmp_path: Path, ran
 def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
     world = World()
     _save(tmp_path, 3, world)
-    room = Saves(Places(tmp_path, tmp_path), world, lambda step: None, expected_bytes=10**18)
+    room = Saves(StorageLayout(tmp_path, tmp_path), world, lambda step: None, expected_bytes=10**18)
     outcome = room.begin(RunState(6), replace(MANIFEST, step=6), TEXTS, SmallShards(world))
     assert outcome is not None
     assert "bytes free, and a checkpoint needs 1,000,000,000,000,000,000" in str(outcome.problem)
@@ -314,16 +314,16 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path) -> 
 
 def _goes_on_while_written(world: World, folder: str) -> Any:
     root, told = Path(folder), list[int]()
-    several = Saves(Places(root, root), world, told.append)
+    several = Saves(StorageLayout(root, root), world, told.append)
     gate = threading.Event()
     patch = pytest.MonkeyPatch()
     patch.setattr(snapshot, "write_point", lambda name: gate.wait(30))
     begun = several.begin(RunState(3), replace(MANIFEST, step=3), TEXTS, SmallShards(world))
-    while_writing = (several.stage != 0, several.advance([several.stage] * world.size), _names(root))
+    while_writing = (several.progress != 0, several.advance([several.progress] * world.size), _names(root))
     gate.set()
     outcome = several.finish()
     patch.undo()
-    return begun, while_writing, outcome and outcome.problem, several.stage != 0, _names(root), told
+    return begun, while_writing, outcome and outcome.problem, several.progress != 0, _names(root), told
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
     def refuse(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(places, "checksum", refuse)
+    monkeypatch.setattr(places, "compute_checksum", refuse)
     found, told, raised = _find(tmp_path, world)
     assert (found, told) == (None, [])
     assert "cannot be checked ([Errno 5] Input/output error); it is left as it is" in str(raised)
@@ -372,11 +372,11 @@ def test_pruning_keeps_the_newest_and_deletes_what_killed_saves_left(tmp_path: P
     (tmp_path / "step_000000001.broken").mkdir()
     with heard() as told:
         prune(tmp_path, keep=2, keep_every=None)
-    assert [path.name for path in published(tmp_path)] == ["step_000000012", "step_000000009"]
+    assert [path.name for path in list_published(tmp_path)] == ["step_000000012", "step_000000009"]
     assert _names(tmp_path) == ["latest", "step_000000001.broken", "step_000000009", "step_000000012"]
     assert told == []
     prune(tmp_path, keep=5, keep_every=None)
-    assert len(published(tmp_path)) == 2
+    assert len(list_published(tmp_path)) == 2
 
 
 def test_a_deletion_that_fails_is_told_and_training_goes_on(
@@ -411,24 +411,24 @@ def test_the_first_checkpoint_at_or_after_each_multiple_stays_where_none_lies_on
     """As with saves by the clock, or multiples of tokens: 10 tokens a step, from step 30 on 100."""
     steps = [3, 9, 14, 21, 28, 33, 41, 47]
     tens = Multiples(10, ((0, 0, 1),))
-    assert doomed(steps, keep=1, keep_every=tens, protected=()) == [3, 9, 28]
+    assert select_expired(steps, keep=1, keep_every=tens, protected=()) == [3, 9, 28]
     tokens = Multiples(1000, ((0, 0, 10), (30, 300, 100)))  # 600 tokens at step 33, 1,400 at 41, 2,000 at 47
-    assert doomed(steps, keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
-    assert doomed([*steps, 60], keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
+    assert select_expired(steps, keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
+    assert select_expired([*steps, 60], keep=1, keep_every=tokens, protected=()) == [3, 9, 14, 21, 28, 33]
 
 
 def test_retention_keeps_the_newest_every_nth_the_pinned_and_the_newest_calm(tmp_path: Path) -> None:
     steps = [1, 10, 20, 30, 40, 50]
-    assert doomed(steps, keep=2, keep_every=None, protected=()) == [1, 10, 20, 30]
-    assert doomed(steps, keep=1, keep_every=Multiples(20, ((0, 0, 1),)), protected=()) == [1, 10, 30]
-    assert doomed(steps, keep=1, keep_every=None, protected={10, 30}) == [1, 20, 40]
+    assert select_expired(steps, keep=2, keep_every=None, protected=()) == [1, 10, 20, 30]
+    assert select_expired(steps, keep=1, keep_every=Multiples(20, ((0, 0, 1),)), protected=()) == [1, 10, 30]
+    assert select_expired(steps, keep=1, keep_every=None, protected={10, 30}) == [1, 20, 40]
     for step in steps:
         _save(tmp_path, step, World())
     (tmp_path / step_name(10) / PINNED).touch()
     for step in (1, 30):
-        (tmp_path / step_name(step) / CALM).touch()
+        (tmp_path / step_name(step) / KNOWN_GOOD).touch()
     prune(tmp_path, keep=1, keep_every=Multiples(40, ((0, 0, 1),)))
-    assert [path.name for path in published(tmp_path)] == [step_name(step) for step in (50, 40, 30, 10)]
+    assert [path.name for path in list_published(tmp_path)] == [step_name(step) for step in (50, 40, 30, 10)]
     assert _find(tmp_path, World()) == ("step_000000050", [], None)
 
 
@@ -485,7 +485,7 @@ def test_the_watchdog_has_as_many_calm_checkpoints_as_it_may_go_back_to(tmp_path
     for step in (2, 4, 6, 8, 10):
         _save(tmp_path, step, world)
         if step < 8:
-            (tmp_path / step_name(step) / CALM).touch()
+            (tmp_path / step_name(step) / KNOWN_GOOD).touch()
     prune(tmp_path, keep=1, keep_every=None, num_calm=2)
     assert _names(tmp_path) == ["latest", *map(step_name, (4, 6, 10))]
 
@@ -495,7 +495,7 @@ def test_sizes_alone_let_a_changed_byte_through_and_that_is_what_was_asked_for(t
     for step in (3, 6):
         _save(tmp_path, step, world)
     _flip_a_bit(tmp_path / step_name(6) / FILES[0])
-    sizes = Places(tmp_path, tmp_path, verify="sizes")
+    sizes = StorageLayout(tmp_path, tmp_path, verify="sizes")
     found = store.find(sizes, world)
     assert found is not None
     assert found.manifest.step == 6
@@ -513,7 +513,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
         _save(tmp_path, step, world)
     (tmp_path / step_name(6) / PINNED).touch()
     with heard() as told:
-        store.leave(Places(tmp_path, tmp_path), 2, world)
+        store.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
     assert _names(tmp_path) == [
         *("latest", step_name(2), f"{step_name(4)}.expired.partial", f"{step_name(6)}.abandoned_1"),
         f"{step_name(8)}.expired.partial",
@@ -524,10 +524,10 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     ]
     _save(tmp_path, 6, world)  # the run comes by again
     (tmp_path / step_name(6) / PINNED).touch()
-    store.leave(Places(tmp_path, tmp_path), 2, world)
+    store.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
     prune(tmp_path, keep=1, keep_every=None)
     assert {f"{step_name(6)}.abandoned_1", f"{step_name(6)}.abandoned_2"} <= set(_names(tmp_path))
-    assert published(tmp_path) == [tmp_path / step_name(2)]
+    assert list_published(tmp_path) == [tmp_path / step_name(2)]
 
 
 def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -> None:
@@ -535,7 +535,7 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
     for step in (2, 4, 6):
         _save(tmp_path, step, world)
     with heard() as told:
-        found = store.find(Places(tmp_path, tmp_path), world, lambda state: state.step > 2)
+        found = store.find(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert found is not None
     assert found.manifest.step == 2
     assert told == [
@@ -553,9 +553,9 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
     with pytest.raises(
         InputError, match="those of steps 6, 4 do, but the watchdog has gone back behind them"
     ):
-        store.find(Places(tmp_path, tmp_path), world, lambda state: state.step > 2)
+        store.find(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert {step_name(4), step_name(6)} <= set(_names(tmp_path))
-    found = store.find(Places(tmp_path, tmp_path), world)  # as mode "observe" would
+    found = store.find(StorageLayout(tmp_path, tmp_path), world)  # as mode "observe" would
     assert found is not None
     assert found.manifest.step == 6
 
@@ -563,10 +563,10 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
 def test_a_pinned_calm_checkpoint_of_a_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         _save(tmp_path, step, World())
-        (tmp_path / step_name(step) / CALM).touch()
+        (tmp_path / step_name(step) / KNOWN_GOOD).touch()
     back = Rollback(2, 7, 5, "lasting_spike", "replay", 1)
-    assert saved_steps(tmp_path, (), calm=True) == [6, 4, 2]
-    assert saved_steps(tmp_path, (back,), calm=True) == [2]
-    (tmp_path / step_name(4) / CALM).unlink()
-    assert saved_steps(tmp_path, (), calm=True) == [6, 2]
-    assert saved_steps(tmp_path, (), calm=False) == [6, 4, 2]
+    assert list_saved_steps(tmp_path, (), calm=True) == [6, 4, 2]
+    assert list_saved_steps(tmp_path, (back,), calm=True) == [2]
+    (tmp_path / step_name(4) / KNOWN_GOOD).unlink()
+    assert list_saved_steps(tmp_path, (), calm=True) == [6, 2]
+    assert list_saved_steps(tmp_path, (), calm=False) == [6, 4, 2]

@@ -9,9 +9,9 @@ import torch
 
 from ds_pretrain.checkpoint.rng import (
     capture_streams,
+    dump_streams,
     load_streams,
     restore_streams,
-    rng_bytes,
     rng_file,
     seed_streams,
 )
@@ -34,7 +34,7 @@ def test_every_stream_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     seed_streams(7, 0)
     _draws()
     (tmp_path / rng_file(0)).parent.mkdir(exist_ok=True)
-    (tmp_path / rng_file(0)).write_bytes(rng_bytes())
+    (tmp_path / rng_file(0)).write_bytes(dump_streams())
     expected = [_draws() for _ in range(3)]
     seed_streams(8, 0)
     _draws()
@@ -52,7 +52,7 @@ def test_a_stream_that_is_not_restored_would_show(stream: int) -> None:
 
 def test_the_file_loads_without_running_code(tmp_path: Path) -> None:
     (tmp_path / rng_file(3)).parent.mkdir(exist_ok=True)
-    (tmp_path / rng_file(3)).write_bytes(rng_bytes())
+    (tmp_path / rng_file(3)).write_bytes(dump_streams())
     streams = torch.load(tmp_path / rng_file(3), weights_only=True)
     assert set(streams) == {"python", "numpy", "torch", "device"}
 
@@ -62,7 +62,7 @@ def test_each_rank_and_each_seed_has_streams_of_its_own(tmp_path: Path) -> None:
     for seed, rank in ((7, 0), (7, 1), (8, 0)):
         seed_streams(seed, rank)
         (tmp_path / rng_file(rank)).parent.mkdir(exist_ok=True)
-        (tmp_path / rng_file(rank)).write_bytes(rng_bytes())
+        (tmp_path / rng_file(rank)).write_bytes(dump_streams())
         draws.append(_draws())
     assert all(len(set(values)) == 3 for values in zip(*draws, strict=True))
     load_streams(tmp_path, 1)

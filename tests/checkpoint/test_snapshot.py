@@ -10,7 +10,7 @@ import torch
 
 from ds_pretrain.checkpoint.save import Saves
 from ds_pretrain.checkpoint.snapshot import LATER_BYTES, Snapshot
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.files import Capture
@@ -72,7 +72,7 @@ class FailsAfterCapture:
 
 def test_nobody_waits_for_a_save_that_failed_to_begin(tmp_path: Path) -> None:
     engine, root = FailsAfterCapture(), tmp_path / "checkpoints"
-    saves = Saves(Places(root, root), World(), lambda step: None)
+    saves = Saves(StorageLayout(root, root), World(), lambda step: None)
     outcome = saves.begin(RunState(3), MANIFEST, {}, engine)
     assert outcome is not None
     assert outcome.problem == "rank 0: no room"

@@ -15,7 +15,7 @@ import torch
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.rng import load_streams, rng_file, seed_streams
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED
 from tests.checkpoint import test_restore as test_store
@@ -48,7 +48,7 @@ def _save_after_draws(world: World, folder: str) -> list[list[float]]:
 
 def _draws_after_restore(world: World, folder: str) -> list[list[float]]:
     seed_streams(99, 1 - world.rank)  # a fresh process has streams too, others
-    found = store.find(Places(Path(folder), Path(folder)), world)
+    found = store.find(StorageLayout(Path(folder), Path(folder)), world)
     assert found is not None
     store.restore(found, test_store.SmallShards(world), 7, world)
     return [_draws() for _ in range(4)]

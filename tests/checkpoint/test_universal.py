@@ -23,19 +23,19 @@ from ds_pretrain.checkpoint.manifest import (
     FileEntry,
     Group,
     UniversalManifest,
-    cache_of,
-    orphans,
+    find_orphaned_universals,
     parse_manifest,
     parse_universal,
     seal,
-    workspace_of,
+    unfinished_universal_folder,
+    universal_folder,
 )
 from ds_pretrain.checkpoint.retention import prune
-from ds_pretrain.checkpoint.storage import Places, first_wrong
+from ds_pretrain.checkpoint.storage import StorageLayout, find_first_problem
 from ds_pretrain.core import distributed
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError, RunError
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import compute_checksum
 from ds_pretrain.core.state import RunState
 from ds_pretrain.engine import partitions
 from tests import harness
@@ -90,7 +90,7 @@ def write_checkpoint(root: Path, world_size: int = 2, steps: int = STEP) -> Path
         }
         torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     (folder / RUN_STATE).write_text(RunState(STEP).to_json())
-    files = {path.name: FileEntry(path.stat().st_size, checksum(path)) for path in folder.iterdir()}
+    files = {path.name: FileEntry(path.stat().st_size, compute_checksum(path)) for path in folder.iterdir()}
     manifest = replace(SAVED, step=STEP, world_size=world_size, files=files)
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder
@@ -111,13 +111,13 @@ def tool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def _prepared(folder: Path) -> tuple[reshard.Universal, list[str]]:
     with heard() as told:
-        return universal.prepared(folder, ["ranks 2 -> 3"], World()), told
+        return universal.prepare_universal(folder, ["ranks 2 -> 3"], World()), told
 
 
 def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     found, told = _prepared(folder)
-    assert found.folder == cache_of(folder)
+    assert found.folder == universal_folder(folder)
     assert (found.state, found.manifest.optimizer_steps) == (RunState(STEP), STEP)
     for name, shape in SHAPES.items():
         for kind, factor in (("fp32", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
@@ -160,8 +160,8 @@ def _gone(cache: Path, folder: Path) -> None:
 
 
 def _no_manifest(cache: Path, folder: Path) -> None:
-    cache.rename(workspace_of(folder))  # as a kill before the rename leaves it, half written
-    shutil.rmtree(workspace_of(folder) / "zero")
+    cache.rename(unfinished_universal_folder(folder))  # as a kill before the rename leaves it, half written
+    shutil.rmtree(unfinished_universal_folder(folder) / "zero")
 
 
 def _bad_manifest(cache: Path, folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_torn_damaged_or_stale_conversion_is_named_and_done_again(
 ) -> None:
     folder = write_checkpoint(tmp_path)
     _prepared(folder)
-    damage(cache_of(folder), folder)
+    damage(universal_folder(folder), folder)
     _, [message] = _prepared(folder)
     assert "converting it, once (" in message
     assert said in message
@@ -231,8 +231,8 @@ def test_a_conversion_killed_at_any_point_is_done_again_or_was_complete(
 ) -> None:
     folder = write_checkpoint(tmp_path)
     assert run_ranks(_killed_at, 1, str(folder), f"convert_{point}", allow_kill=True) == [KILLED]
-    assert cache_of(folder).exists() == (point == "clean")
-    assert workspace_of(folder).exists()
+    assert universal_folder(folder).exists() == (point == "clean")
+    assert unfinished_universal_folder(folder).exists()
     found, _ = _prepared(folder)
     assert len(tool_in_this_process) == (0 if point == "clean" else 1)
     assert universal.open_foreign(found.folder, ["rng"], World()).state == RunState(STEP)
@@ -241,7 +241,7 @@ def test_a_conversion_killed_at_any_point_is_done_again_or_was_complete(
 def test_pruning_a_checkpoint_prunes_its_universal_form(tmp_path: Path) -> None:
     for folder in (write_checkpoint(tmp_path), tmp_path / "step_000000009"):
         folder.mkdir(exist_ok=True)
-        cache_of(folder).mkdir()
+        universal_folder(folder).mkdir()
     prune(tmp_path, keep=1, keep_every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000009", "step_000000009.universal"]
 
@@ -251,7 +251,7 @@ def test_p15_a_checkpoint_before_the_first_update_is_refused_with_a_way_out(tmp_
     with pytest.raises(InputError, match="was saved before the first applied update") as caught:
         _prepared(folder)
     assert "start it on 2 ranks with the same DeepSpeed JSON" in str(caught.value)
-    assert not workspace_of(folder).exists()
+    assert not unfinished_universal_folder(folder).exists()
 
 
 def test_an_optimizer_without_adams_moments_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_p16_a_conversion_with_one_wrong_bit_is_found_before_it_is_published(
     monkeypatch.setattr(reshard, "_run_tool", wrong)
     with pytest.raises(RunError, match=r"conversion is wrong.*a.weight: exp_avg differs from rank 1's shard"):
         _prepared(folder)
-    assert not cache_of(folder).exists()
+    assert not universal_folder(folder).exists()
 
 
 def test_p17_states_that_disagree_on_the_step_are_damage(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def _slow(world: World, folder: str, poll_seconds: float) -> Any:
     patch.setattr(distributed, "PROGRESS_SECONDS", 1.0)
     with heard() as told:
         try:
-            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, poll_seconds)
+            universal.prepare_universal(Path(folder), ["ranks 2 -> 3"], world, poll_seconds)
         except InputError as error:
             return error.problems, told
     return None
@@ -357,7 +357,7 @@ def _fail_to_convert(world: World, folder: str) -> list[tuple[str, bool]]:
         patch = pytest.MonkeyPatch()
         patch.setattr(universal, "convert", act)
         try:
-            universal.prepared(Path(folder), ["ranks 2 -> 3"], world, 0.1)
+            universal.prepare_universal(Path(folder), ["ranks 2 -> 3"], world, 0.1)
         except RunError as met:
             ended.append((str(met), met.agreed))
         patch.undo()
@@ -378,7 +378,7 @@ def test_whatever_ends_a_conversion_is_told_to_every_rank(tmp_path: Path) -> Non
 def _see_late(world: World, folder: str, num_looks: int) -> tuple[str, int]:
     """Rank 1 sees nothing of what rank 0 converted until it has looked so often."""
     looks = 0
-    opened, patch = first_wrong, pytest.MonkeyPatch()
+    opened, patch = find_first_problem, pytest.MonkeyPatch()
 
     def look(*asked: Any) -> str | None:
         nonlocal looks
@@ -394,10 +394,10 @@ def _see_late(world: World, folder: str, num_looks: int) -> tuple[str, int]:
 
     read = universal.read_universal
     patch.setattr(universal, "read_universal", told_by_rank_0)
-    patch.setattr(universal, "first_wrong", look)
+    patch.setattr(universal, "find_first_problem", look)
     patch.setattr(universal, "SIGHT_SECONDS", 3.0)
     try:
-        form = universal.prepared(Path(folder), ["ranks 2 -> 3"], world, 0.05)
+        form = universal.prepare_universal(Path(folder), ["ranks 2 -> 3"], world, 0.05)
     except RunError as error:
         return str(error), looks
     return form.folder.name, looks
@@ -411,7 +411,7 @@ def test_a_rank_that_sees_the_converted_files_late_waits_until_it_does(
     if converted:
         _prepared(folder)
     outcomes = run_ranks(_see_late, 2, str(folder), 3)
-    assert [name for name, _ in outcomes] == [cache_of(folder).name] * 2
+    assert [name for name, _ in outcomes] == [universal_folder(folder).name] * 2
     assert outcomes[1][1] >= 4
 
 
@@ -446,10 +446,10 @@ def test_p17_every_group_gets_its_own_saved_options_by_name_and_none_that_its_op
 
 
 def test_what_fits_needs_no_conversion_and_what_differs_is_named() -> None:
-    assert reshard.layout_changes(OLD, 2, OLD, 2) == []
+    assert reshard.find_layout_changes(OLD, 2, OLD, 2) == []
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1000}
     new = deepspeed_json(2, True, zero_optimization=offload)
-    assert reshard.layout_changes(OLD, 2, new, 3) == [
+    assert reshard.find_layout_changes(OLD, 2, new, 3) == [
         "ranks 2 -> 3",
         "zero_optimization.stage 3 -> 2",
         "zero_optimization.offload_optimizer.device none -> cpu",
@@ -462,12 +462,12 @@ def test_what_no_conversion_bridges_is_refused_by_name_all_at_once() -> None:
     lion = {**OLD, "optimizer": {"type": "Lion", "params": {}}}
     nvme = {**lion, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     with pytest.raises(InputError) as caught:
-        reshard.layout_changes(OLD, 2, nvme, 2)
+        reshard.find_layout_changes(OLD, 2, nvme, 2)
     assert len(caught.value.problems) == 2
     assert "optimizer.type changed from AdamW to Lion" in caught.value.problems[0]
     assert "zero_optimization.offload_optimizer.device = nvme" in caught.value.problems[1]
     adam = {**OLD, "optimizer": {**OLD["optimizer"], "type": "Adam"}}
-    assert reshard.layout_changes(OLD, 2, adam, 2) == ["optimizer.type AdamW -> Adam"]
+    assert reshard.find_layout_changes(OLD, 2, adam, 2) == ["optimizer.type AdamW -> Adam"]
 
 
 class Shards:
@@ -542,21 +542,21 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
 def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     form, _ = _prepared(folder)
-    ours = store.elsewhere(folder, [], World())
-    copied = store.elsewhere(form.folder, ["rng"], World())
+    ours = store.open_external(folder, [], World())
+    copied = store.open_external(form.folder, ["rng"], World())
     assert ours.universal is None
     assert copied.universal is not None
     assert ours.manifest == copied.manifest
     assert ours.state == copied.state == RunState(STEP)
-    assert store.fitted(copied, {}, Places(folder, folder), World()) is copied
+    assert store.reshard_if_needed(copied, {}, StorageLayout(folder, folder), World()) is copied
     for name in ("universal.json", "source_manifest.json", RUN_STATE):
         (form.folder / name).unlink()
-    found = store.elsewhere(form.folder, list(universal.MISSING), World())
+    found = store.open_external(form.folder, list(universal.MISSING), World())
     assert (found.state, found.manifest.step) == (RunState(STEP), STEP)
     assert (found.manifest.identity, found.manifest.wandb_id) == ({}, None)
     (folder / RUN_STATE).write_text("{}")
     with pytest.raises(InputError, match=f"{folder} does not verify: "):
-        store.elsewhere(folder, [], World())
+        store.open_external(folder, [], World())
 
 
 def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:
@@ -579,9 +579,9 @@ def test_a_universal_manifest_cannot_name_files_outside_its_folder() -> None:
 def test_universal_forms_of_checkpoints_that_are_gone_are_found_for_pruning(tmp_path: Path) -> None:
     kept = write_checkpoint(tmp_path)
     for name in (kept.name, "step_000000002", "step_000000003", "mine"):
-        cache_of(tmp_path / name).mkdir()
-    workspace_of(tmp_path / "step_000000003").mkdir()
-    assert [path.name for path in orphans(tmp_path)] == [
+        universal_folder(tmp_path / name).mkdir()
+    unfinished_universal_folder(tmp_path / "step_000000003").mkdir()
+    assert [path.name for path in find_orphaned_universals(tmp_path)] == [
         "step_000000002.universal",
         "step_000000003.universal",
         "step_000000003.universal-unfinished",

@@ -17,10 +17,18 @@ from typing import Any
 import pytest
 
 from ds_pretrain.checkpoint import upload
-from ds_pretrain.checkpoint.manifest import FileEntry, parse_manifest, published, step_name
+from ds_pretrain.checkpoint.manifest import FileEntry, list_published, parse_manifest, step_name
 from ds_pretrain.checkpoint.remote import Remote, open_remote
-from ds_pretrain.checkpoint.retention import CALM, PINNED, SHIPPED, is_shipped, prune
-from ds_pretrain.checkpoint.upload import NotAsListed, Progress, Rounds, Shipper, marker, ship, unshipped
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, PINNED, UPLOADED, is_uploaded, prune
+from ds_pretrain.checkpoint.upload import (
+    NotAsListed,
+    Uploader,
+    UploadLoop,
+    UploadProgress,
+    list_not_uploaded,
+    marker_name,
+    upload_step,
+)
 from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError
 from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
@@ -77,15 +85,15 @@ def _wait_for_message(part: str, capfd: pytest.CaptureFixture[str]) -> str:
     return told
 
 
-def _rounds(root: Path, place: str, host: int = 0, keep: int = 10) -> Rounds:
-    return Rounds(root, place, host, keep, None)
+def _rounds(root: Path, place: str, host: int = 0, keep: int = 10) -> UploadLoop:
+    return UploadLoop(root, place, host, keep, None)
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of all files that are uploaded."""
     names: list[str] = []
-    put = Remote.put
+    put = Remote.upload
 
     def watched(self: Remote, path: Path, step: int, name: str) -> FileEntry:
         names.append(name)
@@ -105,8 +113,8 @@ def _flip(path: Path) -> Path:
     return path
 
 
-def _until_idle(rounds: Rounds) -> None:
-    while rounds.round() == 0:
+def _until_idle(rounds: UploadLoop) -> None:
+    while rounds.run_once() == 0:
         pass
 
 
@@ -139,10 +147,10 @@ def test_what_is_published_arrives_whole_and_is_marked_here(place: str, tmp_path
     folders = [_publish(tmp_path / "here", step) for step in (10, 20)]
     _until_idle(_rounds(tmp_path / "here", place))
     remote = open_remote(place)
-    assert [(step, _problem(remote, step)) for step in remote.steps()] == [(20, None), (10, None)]
-    assert sorted(remote.names(10)) == ["manifest.json", "rng", "run_state.json"]
-    assert all(map(is_shipped, folders))
-    mark = json.loads((folders[0] / SHIPPED).read_text())
+    assert [(step, _problem(remote, step)) for step in remote.list_steps()] == [(20, None), (10, None)]
+    assert sorted(remote.list_names(10)) == ["manifest.json", "rng", "run_state.json"]
+    assert all(map(is_uploaded, folders))
+    mark = json.loads((folders[0] / UPLOADED).read_text())
     size = sum(map(len, _files(10).values()))
     assert (mark["place"], mark["bytes"]) == (place, size)
     assert 0 <= mark["seconds"] < 600
@@ -156,13 +164,13 @@ def test_the_newest_is_shipped_first_and_one_published_meanwhile_before_older_on
         _publish(tmp_path / "here", step)
     order: list[str] = []
 
-    def shipped(folder: Path, *rest: object) -> Progress:
+    def shipped(folder: Path, *rest: object) -> UploadProgress:
         if not order:
             _publish(tmp_path / "here", 30)
         order.append(folder.name)
-        return ship(folder, *rest)  # type: ignore[arg-type]
+        return upload_step(folder, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(upload, "ship", shipped)
+    monkeypatch.setattr(upload, "upload_step", shipped)
     _until_idle(_rounds(tmp_path / "here", folder_place))
     assert order == [step_name(20), step_name(30), step_name(10)]
 
@@ -189,19 +197,19 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
         command = [sys.executable, "-m", "tests.checkpoint.killed_shipping", str(root), there, str(kill)]
         done = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
         remote = open_remote(there)
-        for step in remote.steps():
+        for step in remote.list_steps():
             assert _problem(remote, step) is None, (kill, step)
-        for folder in published(root):
-            if is_shipped(folder) and folder.name == step_name(20):
-                assert remote.steps()[0] == 20, kill
+        for folder in list_published(root):
+            if is_uploaded(folder) and folder.name == step_name(20):
+                assert remote.list_steps()[0] == 20, kill
         _until_idle(_rounds(root, there, keep=1))
-        assert (remote.steps()[0], _problem(remote, 20), unshipped(root)) == (20, None, []), kill
-        left = {marker(0)}  # by a kill before the very last point, and no harm
-        assert sorted({*remote.names(20)} - left) == ["manifest.json", "rng", "run_state.json"]
-        assert remote.unfinished(20) == []
+        assert (remote.list_steps()[0], _problem(remote, 20), list_not_uploaded(root)) == (20, None, []), kill
+        left = {marker_name(0)}  # by a kill before the very last point, and no harm
+        assert sorted({*remote.list_names(20)} - left) == ["manifest.json", "rng", "run_state.json"]
+        assert remote.list_unfinished(20) == []
         _publish(root, 30)
         _until_idle(_rounds(root, there, keep=1))
-        assert (remote.folders(), _problem(remote, 30)) == ([30], None), kill
+        assert (remote.list_folders(), _problem(remote, 30)) == ([30], None), kill
         if done.returncode == 0:  # two checkpoints of three files, and one of them deleted there
             assert isinstance(kill, int)
             assert kill >= (20 if remote._is_local else 14)
@@ -217,13 +225,13 @@ def test_a_step_saved_again_replaces_the_one_there_whose_manifest_goes_before_it
     folder = _publish(tmp_path / "here", 10)
     _until_idle(rounds)
     _publish(tmp_path / "here", 10, **AGAIN)
-    assert not is_shipped(folder)  # the mark is of the save before
+    assert not is_uploaded(folder)  # the mark is of the save before
     monkeypatch.setattr(
-        upload, "write_point", lambda name: steps.append(remote.steps()) if name == "ship file" else None
+        upload, "write_point", lambda name: steps.append(remote.list_steps()) if name == "ship file" else None
     )
     _until_idle(rounds)
     assert steps == [[], [], []]
-    assert is_shipped(folder)
+    assert is_uploaded(folder)
     assert remote.read(10, "run_state.json") == _files(10, "again")["run_state.json"]
     assert _problem(remote, 10) is None
 
@@ -235,9 +243,9 @@ def test_an_old_save_that_was_left_here_never_replaces_a_later_one_there(
     _until_idle(_rounds(tmp_path / "others", folder_place))
     folder = _publish(tmp_path / "here", 10)
     remote = open_remote(folder_place)
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert remote.read(10, "run_state.json") == _files(10, "later")["run_state.json"]
-    assert (_problem(remote, 10), is_shipped(folder)) == (None, True)
+    assert (_problem(remote, 10), is_uploaded(folder)) == (None, True)
 
 
 def test_what_has_arrived_is_not_sent_again_after_it_was_read_back(
@@ -246,7 +254,7 @@ def test_what_has_arrived_is_not_sent_again_after_it_was_read_back(
     folder, remote = _publish(tmp_path / "here", 10), open_remote(place)
     remote.write(10, "rng/rank_00000.pt", _files(10)["rng/rank_00000.pt"])
     remote.write(10, "rng/rank_00001.pt", b"x" * len(_files(10)["rng/rank_00001.pt"]))  # as long, but wrong
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert sent == ["rng/rank_00001.pt", "run_state.json"]
     assert _problem(remote, 10) is None
 
@@ -256,15 +264,15 @@ def test_a_file_that_arrives_damaged_is_sent_once_more(
 ) -> None:
     folder, remote = _publish(tmp_path / "here", 10), open_remote(folder_place)
     damages = iter([True, False, False, False])
-    put = Remote.put
+    put = Remote.upload
     wrong = FileEntry(1, "00")
     monkeypatch.setattr(Remote, "put", lambda *args: wrong if next(damages) else put(*args))
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
     folder = _publish(tmp_path / "here", 20)
     monkeypatch.setattr(Remote, "put", lambda *args: wrong)
     with pytest.raises(OSError, match=r"rank_00000\.pt of step 20 arrived damaged twice"):
-        ship(folder, remote, 0)
+        upload_step(folder, remote, 0)
     assert remote.read(20, "manifest.json") is None
 
 
@@ -279,10 +287,10 @@ def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_t
 
     monkeypatch.setattr(Remote, "write", cut)
     with pytest.raises(OSError, match="the manifest of step 10 reads back as something else"):
-        ship(folder, remote, 0)
-    assert not is_shipped(folder)
+        upload_step(folder, remote, 0)
+    assert not is_uploaded(folder)
     monkeypatch.undo()
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
 
 
 @pytest.mark.parametrize("point", ["ship begin", "ship file", "ship arrived", "ship manifest", "ship mark"])
@@ -291,17 +299,17 @@ def test_a_checkpoint_that_goes_away_or_is_replaced_meanwhile_is_no_error_and_no
 ) -> None:
     remote, folder = open_remote(folder_place), _publish(tmp_path / "here", 10)
 
-    def at_point(act: Callable[[], object]) -> Progress:
+    def at_point(act: Callable[[], object]) -> UploadProgress:
         with monkeypatch.context() as patch:
             patch.setattr(upload, "write_point", lambda name: act() if name == point else None)
-            return ship(folder, remote, 0)
+            return upload_step(folder, remote, 0)
 
-    assert at_point(lambda: folder.rename(tmp_path / "aside")) is Progress.GONE
-    assert ship(folder, remote, 0) is Progress.GONE
+    assert at_point(lambda: folder.rename(tmp_path / "aside")) is UploadProgress.GONE
+    assert upload_step(folder, remote, 0) is UploadProgress.GONE
     folder = _publish(tmp_path / "here", 20)
     at_point(lambda: _publish(tmp_path / "here", 20, **AGAIN))
-    assert is_shipped(folder) == (point == "ship begin")  # that one shipped the later save
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert is_uploaded(folder) == (point == "ship begin")  # that one shipped the later save
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert remote.read(20, "run_state.json") == _files(20, "again")["run_state.json"]
     assert _problem(remote, 20) is None
 
@@ -313,16 +321,16 @@ def test_two_hosts_ship_what_each_holds_and_the_manifest_comes_after_both(
     remote = open_remote(place)
     roots = [tmp_path / f"host{host}" for host in (0, 1)]
     folders = [_publish(root, 10, held=HOLDS[host]) for host, root in enumerate(roots)]
-    shippers = [Shipper(root, place, host, 10, None) for host, root in enumerate(roots)]
+    shippers = [Uploader(root, place, host, 10, None) for host, root in enumerate(roots)]
     with closing(shippers[0]), closing(shippers[1]):
         shippers[first].start()
-        _wait_for(lambda: remote.read(10, marker(first)), "the first host's files")
+        _wait_for(lambda: remote.read(10, marker_name(first)), "the first host's files")
         assert not shippers[first].wait(1.5)
-        assert (remote.steps(), shippers[first].unshipped()) == ([], [10])
+        assert (remote.list_steps(), shippers[first].list_not_uploaded()) == ([], [10])
         shippers[1 - first].start()
         assert all(shipper.wait(PATIENCE_SECONDS) for shipper in shippers)
     assert _problem(remote, 10) is None
-    assert all(map(is_shipped, folders))
+    assert all(map(is_uploaded, folders))
 
 
 def test_a_word_that_files_have_arrived_counts_for_its_own_save_only(
@@ -332,16 +340,16 @@ def test_a_word_that_files_have_arrived_counts_for_its_own_save_only(
     roots = [tmp_path / f"host{host}" for host in (0, 1)]
     for host, root in enumerate(roots):
         _publish(root, 10, held=HOLDS[host])
-    assert ship(roots[1] / step_name(10), remote, 1) is Progress.WAITING
+    assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.WAITING
     _publish(roots[0], 10, held=HOLDS[0], **AGAIN)
-    assert ship(roots[0] / step_name(10), remote, 0) is Progress.WAITING
-    assert remote.steps() == []
+    assert upload_step(roots[0] / step_name(10), remote, 0) is UploadProgress.WAITING
+    assert remote.list_steps() == []
     _publish(roots[1], 10, held=HOLDS[1], **AGAIN)
-    assert ship(roots[1] / step_name(10), remote, 1) is Progress.WAITING
-    assert ship(roots[0] / step_name(10), remote, 0) is Progress.SHIPPED
-    assert ship(roots[1] / step_name(10), remote, 1) is Progress.SHIPPED
+    assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.WAITING
+    assert upload_step(roots[0] / step_name(10), remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
-    assert sorted(remote.names(10)) == ["manifest.json", "rng", "run_state.json"]
+    assert sorted(remote.list_names(10)) == ["manifest.json", "rng", "run_state.json"]
 
 
 def test_a_checkpoint_stays_there_until_every_host_has_seen_that_it_is_whole(
@@ -353,22 +361,22 @@ def test_a_checkpoint_stays_there_until_every_host_has_seen_that_it_is_whole(
     for step in (10, 20):
         for host, root in enumerate(roots):
             _publish(root, step, held=HOLDS[host])
-    rounds[1].round()
+    rounds[1].run_once()
     _until_idle(rounds[0])
-    assert remote.steps() == [20, 10]  # host 1 would look for the older one in vain
+    assert remote.list_steps() == [20, 10]  # host 1 would look for the older one in vain
     _until_idle(rounds[1])
-    assert not unshipped(roots[1])
+    assert not list_not_uploaded(roots[1])
     for host, root in enumerate(roots):
         _publish(root, 30, held=HOLDS[host])
     for host in (1, 0, 1):
         _until_idle(rounds[host])
-    assert remote.steps() == [30]
-    assert not unshipped(roots[1])
+    assert remote.list_steps() == [30]
+    assert not list_not_uploaded(roots[1])
 
 
 def test_retention_there_is_the_rule_that_holds_here(place: str, tmp_path: Path) -> None:
     remote, here = open_remote(place), tmp_path / "here"
-    rounds = Rounds(here, place, 0, 2, keep_every=Multiples(40, ((0, 0, 1),)))
+    rounds = UploadLoop(here, place, 0, 2, keep_every=Multiples(40, ((0, 0, 1),)))
     for step in (10, 20, 30, 40, 50, 60):
         _publish(here, step)
         _until_idle(rounds)
@@ -377,14 +385,14 @@ def test_retention_there_is_the_rule_that_holds_here(place: str, tmp_path: Path)
         if step == 20:
             remote.write(20, PINNED, b"")
         if step == 30:
-            (here / step_name(30) / CALM).touch()
-    assert remote.steps() == [60, 50, 40, 30, 20, 10]
+            (here / step_name(30) / KNOWN_GOOD).touch()
+    assert remote.list_steps() == [60, 50, 40, 30, 20, 10]
     _publish(here, 70)
-    (here / step_name(50) / CALM).touch()
+    (here / step_name(50) / KNOWN_GOOD).touch()
     _until_idle(rounds)
-    assert remote.steps() == [70, 60, 50, 40, 20, 10]
-    assert [step for step in remote.steps() if remote.size(step, CALM) is not None] == [50]
-    assert [step for step in remote.steps() if remote.size(step, PINNED) is not None] == [20, 10]
+    assert remote.list_steps() == [70, 60, 50, 40, 20, 10]
+    assert [step for step in remote.list_steps() if remote.get_size(step, KNOWN_GOOD) is not None] == [50]
+    assert [step for step in remote.list_steps() if remote.get_size(step, PINNED) is not None] == [20, 10]
 
 
 def test_marks_are_not_copied_to_what_is_no_longer_there(folder_place: str, tmp_path: Path) -> None:
@@ -392,9 +400,9 @@ def test_marks_are_not_copied_to_what_is_no_longer_there(folder_place: str, tmp_
     rounds = _rounds(tmp_path / "here", folder_place)
     _until_idle(rounds)
     remote.delete(10)
-    (folder / CALM).touch()
-    rounds.round()
-    assert remote.folders() == []
+    (folder / KNOWN_GOOD).touch()
+    rounds.run_once()
+    assert remote.list_folders() == []
 
 
 def test_what_can_never_become_whole_is_deleted_there_and_nothing_else(
@@ -406,8 +414,8 @@ def test_what_can_never_become_whole_is_deleted_there_and_nothing_else(
     for step in (5, 10, 30):
         remote.write(step, "run_state.json", b"{}")
     remote._fs.pipe_file(f"{remote._root}/latest", b"not ours to judge")
-    _rounds(tmp_path / "here", folder_place).round()
-    assert remote.folders() == [30, 20, 10]
+    _rounds(tmp_path / "here", folder_place).run_once()
+    assert remote.list_folders() == [30, 20, 10]
     assert (Path(folder_place) / "latest").exists()
 
 
@@ -420,13 +428,13 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
         with heard() as lines:
             prune(root, keep=2, keep_every=None, **options)
         told.extend(lines)
-        return [int(folder.name[5:]) for folder in published(root)]
+        return [int(folder.name[5:]) for folder in list_published(root)]
 
     for step in (10, 20, 30, 40):
         _publish(root, step)
-    ship(root / step_name(10), remote, 0)
+    upload_step(root / step_name(10), remote, 0)
     assert kept(only_shipped=True) == [40, 30, 20]
-    ship(root / step_name(20), remote, 0)
+    upload_step(root / step_name(20), remote, 0)
     _publish(root, 20, salt="again")  # its mark is now of another save
     assert kept(only_shipped=True) == [40, 30, 20]
     assert told == []
@@ -447,9 +455,9 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
     for step in (10, 20):
         _publish(tmp_path / "here", step)
     refuse = _failing("vault: the line is dead")
-    monkeypatch.setattr(upload, "ship", refuse)
+    monkeypatch.setattr(upload, "upload_step", refuse)
     rounds = _rounds(tmp_path / "here", folder_place)
-    assert [rounds.round() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert [rounds.run_once() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 9  # one a round, not one a checkpoint
     assert lines[1] == (
@@ -457,20 +465,20 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
         "dead; trying again in 2 seconds"
     )
     monkeypatch.undo()
-    assert rounds.round() == 0
-    monkeypatch.setattr(upload, "ship", refuse)
-    assert rounds.round() == 1
+    assert rounds.run_once() == 0
+    monkeypatch.setattr(upload, "upload_step", refuse)
+    assert rounds.run_once() == 1
 
 
 def test_after_several_failures_the_place_is_opened_anew_with_credentials_that_may_be_new(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    monkeypatch.setattr(upload, "ship", _failing("vault: the token has expired"))
+    monkeypatch.setattr(upload, "upload_step", _failing("vault: the token has expired"))
     monkeypatch.setattr(upload, "open_remote", lambda place: (opened.append(1), open_remote(place))[1])
     _publish(tmp_path / "here", 10)
     rounds = _rounds(tmp_path / "here", folder_place)
-    counts = [(rounds.round(), len(opened))[1] for _ in range(12)]
+    counts = [(rounds.run_once(), len(opened))[1] for _ in range(12)]
     assert counts == [1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
 
 
@@ -481,7 +489,7 @@ def test_old_copies_that_cannot_be_deleted_are_told_and_shipping_goes_on(
     for step in (10, 20):
         _publish(tmp_path / "here", step)
     _until_idle(_rounds(tmp_path / "here", folder_place, keep=1))
-    assert open_remote(folder_place).steps() == [20, 10]
+    assert open_remote(folder_place).list_steps() == [20, 10]
     assert capsys.readouterr().err == (
         f"ds_pretrain: old checkpoints at {folder_place} cannot be deleted: vault: not allowed; "
         "trying after the next one\n"
@@ -501,10 +509,10 @@ def test_a_connection_cut_in_an_upload_leaves_no_checkpoint_and_is_gone_on_with_
     remote = open_remote(place)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way.port}")
     _publish(tmp_path / "here", 10)
-    with closing(way), closing(Shipper(tmp_path / "here", place, 0, 10, None)) as shipper:
+    with closing(way), closing(Uploader(tmp_path / "here", place, 0, 10, None)) as shipper:
         shipper.start()
         told = _wait_for_message("trying again", capfd)
-        assert (remote.steps(), remote.names(10).count(marker(0))) == ([], 0)
+        assert (remote.list_steps(), remote.list_names(10).count(marker_name(0))) == ([], 0)
         assert way.num_breaks > 0
         way.breaks_after = None
         assert shipper.wait(PATIENCE_SECONDS)
@@ -520,7 +528,7 @@ def test_no_message_of_the_process_shows_a_credential(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # nobody listens
     monkeypatch.setenv("MY_PASSWORD", "127.0.0.1:1")  # a value that the library's own message holds
     _publish(tmp_path / "here", 10)
-    with closing(Shipper(tmp_path / "here", f"s3://{BUCKET}/x", 0, 10, None)) as shipper:
+    with closing(Uploader(tmp_path / "here", f"s3://{BUCKET}/x", 0, 10, None)) as shipper:
         shipper.start()
         told = _wait_for_message("trying again", capfd)
     assert "http://[hidden]/" in told, told
@@ -546,7 +554,7 @@ def test_not_even_an_error_that_nobody_foresaw_shows_a_credential_or_a_stack(
 def test_one_process_at_a_time_ships_from_a_folder(
     folder_place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = (Shipper(tmp_path / "here", folder_place, 0, 10, None) for _ in range(2))
+    first, second = (Uploader(tmp_path / "here", folder_place, 0, 10, None) for _ in range(2))
     with closing(first), closing(second):
         first.start()
         _publish(tmp_path / "here", 10)
@@ -562,7 +570,7 @@ def test_one_process_at_a_time_ships_from_a_folder(
 def test_signals_for_the_ranks_do_not_end_it_and_a_killed_one_is_started_again(
     folder_place: str, tmp_path: Path
 ) -> None:
-    with closing(Shipper(tmp_path / "here", folder_place, 0, 10, None)) as shipper:
+    with closing(Uploader(tmp_path / "here", folder_place, 0, 10, None)) as shipper:
         shipper.start()
         _publish(tmp_path / "here", 10)
         assert shipper.wait(PATIENCE_SECONDS)
@@ -579,7 +587,7 @@ def test_signals_for_the_ranks_do_not_end_it_and_a_killed_one_is_started_again(
         _publish(tmp_path / "here", 30)
         assert shipper.wait(PATIENCE_SECONDS)
     assert shipper._process is None
-    assert open_remote(folder_place).steps() == [30, 20, 10]
+    assert open_remote(folder_place).list_steps() == [30, 20, 10]
     assert shipper.wait(0)
 
 
@@ -605,7 +613,7 @@ def test_it_does_not_outlive_a_killed_parent(folder_place: str, tmp_path: Path) 
         assert parent.stdout is not None
         child, worker = map(int, parent.stdout.readline().split())
         try:
-            _wait_for(lambda: not unshipped(tmp_path / "here"), "the process at work")
+            _wait_for(lambda: not list_not_uploaded(tmp_path / "here"), "the process at work")
             parent.kill()
             _wait_for(lambda: not _is_alive(child), "the end of the process")
         finally:
@@ -622,14 +630,14 @@ def _is_alive(pid: int) -> bool:
 
 def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="checkpoints are saved there already; name another place"):
-        Shipper(tmp_path / "here", str(tmp_path / "x" / ".." / "here"), 0, 5, None)
+        Uploader(tmp_path / "here", str(tmp_path / "x" / ".." / "here"), 0, 5, None)
 
 
 def test_a_process_that_cannot_start_is_told_and_training_goes_on(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    shipper = Shipper(tmp_path / "here", folder_place, 0, 5, None)
+    shipper = Uploader(tmp_path / "here", folder_place, 0, 5, None)
     shipper.start()
     assert "ds_pretrain: the shipping process does not start: " in capsys.readouterr().err
     monkeypatch.undo()
@@ -643,11 +651,11 @@ def test_hosts_that_start_again_in_another_order_finish(
 ) -> None:
     a, b, c = _hosts(tmp_path, *NAMES)
     remote = open_remote(folder_place)
-    assert ship(a, remote, 0) is Progress.WAITING
-    assert ship(b, remote, 1) is Progress.WAITING
+    assert upload_step(a, remote, 0) is UploadProgress.WAITING
+    assert upload_step(b, remote, 1) is UploadProgress.WAITING
     for host, folder in ((1, a), (2, b)):
-        assert ship(folder, remote, host) is Progress.WAITING
-    assert ship(c, remote, 0) is Progress.SHIPPED
+        assert upload_step(folder, remote, host) is UploadProgress.WAITING
+    assert upload_step(c, remote, 0) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
     assert sent == list(NAMES)  # each once
 
@@ -657,11 +665,13 @@ def test_a_host_adds_to_the_word_of_the_one_that_had_its_number(
 ) -> None:
     a, b, c = _hosts(tmp_path, *NAMES)
     remote = open_remote(folder_place)
-    ship(a, remote, 0)
-    ship(b, remote, 1)
-    assert ship(b, remote, 0) is Progress.WAITING
-    ship(c, remote, 1)
-    assert ship(b, remote, 0) is Progress.SHIPPED  # without another look of the host that has the first
+    upload_step(a, remote, 0)
+    upload_step(b, remote, 1)
+    assert upload_step(b, remote, 0) is UploadProgress.WAITING
+    upload_step(c, remote, 1)
+    assert (
+        upload_step(b, remote, 0) is UploadProgress.SHIPPED
+    )  # without another look of the host that has the first
     assert _problem(remote, 10) is None
     assert sent == list(NAMES)
 
@@ -675,8 +685,8 @@ def test_words_of_hosts_that_are_no_more_do_not_keep_an_old_checkpoint_there(
         _publish(tmp_path / "here", step)
         _until_idle(rounds)
         if step == 10:
-            remote.write(10, marker(1), b"{}")  # host 1 is new: it holds nothing of step 10
-        kept.append(remote.steps())
+            remote.write(10, marker_name(1), b"{}")  # host 1 is new: it holds nothing of step 10
+        kept.append(remote.list_steps())
     assert kept == [[10], [20, 10], [30]]
 
 
@@ -685,12 +695,14 @@ def test_a_word_is_taken_back_before_its_files_become_those_of_another_save(
 ) -> None:
     [before] = _hosts(tmp_path, NAMES[0])
     remote, seen = open_remote(folder_place), []
-    ship(before, remote, 3)
+    upload_step(before, remote, 3)
     [again] = _hosts(tmp_path / "again", NAMES[0], salt="again")
     monkeypatch.setattr(
-        upload, "write_point", lambda name: seen.append(remote.names(10)) if name == "ship file" else None
+        upload,
+        "write_point",
+        lambda name: seen.append(remote.list_names(10)) if name == "ship file" else None,
     )
-    ship(again, remote, 1)
+    upload_step(again, remote, 1)
     assert seen == [["rng"]]
 
 
@@ -698,15 +710,15 @@ def test_a_manifest_that_came_meanwhile_is_not_taken_for_that_of_an_earlier_save
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, late = _publish(tmp_path / "a", 10), _publish(tmp_path / "late", 10)
-    remote, names = open_remote(folder_place), Remote.names
+    remote, names = open_remote(folder_place), Remote.list_names
 
     def meanwhile(self: Remote, step: int) -> list[str]:
         monkeypatch.undo()
-        assert ship(a, remote, 0) is Progress.SHIPPED
+        assert upload_step(a, remote, 0) is UploadProgress.SHIPPED
         return names(self, step)
 
     monkeypatch.setattr(Remote, "names", meanwhile)
-    assert ship(late, remote, 1) is Progress.SHIPPED
+    assert upload_step(late, remote, 1) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
 
 
@@ -722,11 +734,11 @@ def test_a_damaged_file_here_never_replaces_the_good_one_of_another_host(
 
     remote.write(10, "run_state.json", b"not whole yet")
     for name in ("rng/rank_00000.pt", "rng/rank_00001.pt"):
-        remote.put(good / name, 10, name)
+        remote.upload(good / name, 10, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Remote, "put", lambda self, *args: put(*args))
         with pytest.raises(NotAsListed, match=r"run_state\.json is not what its manifest says"):
-            ship(bad, remote, 1)
+            upload_step(bad, remote, 1)
     assert remote.read(10, "run_state.json") == b"not whole yet"
 
 
@@ -763,8 +775,8 @@ def test_a_checkpoint_that_is_broken_here_is_said_once_and_holds_up_no_other(
     folders = [_publish(here, step) for step in (10, 20)]
     reason, rounds = harm(folders[1]), _rounds(here, folder_place)
     _until_idle(rounds)
-    assert rounds.round() == 1.0
-    assert (open_remote(folder_place).steps(), is_shipped(folders[0])) == ([10], True)
+    assert rounds.run_once() == 1.0
+    assert (open_remote(folder_place).list_steps(), is_uploaded(folders[0])) == ([10], True)
     told = capsys.readouterr().err
     assert told.startswith(
         f"ds_pretrain: the checkpoint of step 20 cannot be shipped to {folder_place}: {reason}"
@@ -772,10 +784,10 @@ def test_a_checkpoint_that_is_broken_here_is_said_once_and_holds_up_no_other(
     assert told.endswith(f"; it is in {folders[1]}\n")
     assert told.count("\n") == 1
     assert sent.count("run_state.json") == 1
-    assert Shipper(here, folder_place, 0, 5, None).unshipped() == [20]
+    assert Uploader(here, folder_place, 0, 5, None).list_not_uploaded() == [20]
     _publish(here, 20, salt="again")
     _until_idle(rounds)
-    assert is_shipped(folders[1])
+    assert is_uploaded(folders[1])
 
 
 def test_a_file_that_no_host_has_holds_up_no_other_checkpoint_until_a_host_brings_it(
@@ -786,13 +798,13 @@ def test_a_file_that_no_host_has_holds_up_no_other_checkpoint_until_a_host_bring
     newer = _publish(a.parent, 20)
     rounds = [_rounds(folder.parent, folder_place, host) for host, folder in enumerate((a, b, late))]
     for _ in range(2):
-        rests = [rounds[host].round() for host in (1, 0)]
+        rests = [rounds[host].run_once() for host in (1, 0)]
     assert rests == [0.4, 0.2]  # it is looked at ever more rarely, and nothing is said
-    assert (remote.steps(), is_shipped(newer), is_shipped(a)) == ([20], True, False)
+    assert (remote.list_steps(), is_uploaded(newer), is_uploaded(a)) == ([20], True, False)
     for host in (2, 0, 1, 2):
-        rounds[host].round()
-    assert all(map(is_shipped, (a, b, late)))
-    assert sorted(remote.names(10)) == ["manifest.json", "rng", "run_state.json"]
+        rounds[host].run_once()
+    assert all(map(is_uploaded, (a, b, late)))
+    assert sorted(remote.list_names(10)) == ["manifest.json", "rng", "run_state.json"]
 
 
 @pytest.mark.parametrize("end", [0, 40, 64, 65, -2])
@@ -801,28 +813,28 @@ def test_a_marker_that_a_kill_cut_short_counts_for_what_it_names(
 ) -> None:
     remote, (first, second) = open_remote(folder_place), _hosts(tmp_path, NAMES[0], NAMES[2])
     _publish(second.parent, 10, held=NAMES[1:])
-    ship(first, remote, 1)
-    whole = remote.read(10, marker(1)) or b""
-    remote.write(10, marker(1), whole[:end])
-    assert ship(second, remote, 0) is Progress.WAITING
-    ship(first, remote, 1)
-    assert ship(second, remote, 0) is Progress.SHIPPED
+    upload_step(first, remote, 1)
+    whole = remote.read(10, marker_name(1)) or b""
+    remote.write(10, marker_name(1), whole[:end])
+    assert upload_step(second, remote, 0) is UploadProgress.WAITING
+    upload_step(first, remote, 1)
+    assert upload_step(second, remote, 0) is UploadProgress.SHIPPED
 
 
 def test_what_killed_uploads_left_is_gone_before_the_manifest_is_there(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, remote = _publish(tmp_path / "here", 10), open_remote(folder_place)
-    left = [".run_state.json.0123", "rng/.rank_00000.pt.4567", f".{marker(0)}.x", f".{marker(1)}.y"]
+    left = [".run_state.json.0123", "rng/.rank_00000.pt.4567", f".{marker_name(0)}.x", f".{marker_name(1)}.y"]
     for name in left:
         remote.write(10, name, b"half")
     seen = []
     monkeypatch.setattr(
         upload,
         "write_point",
-        lambda name: seen.append(remote.unfinished(10)) if name == "ship manifest" else None,
+        lambda name: seen.append(remote.list_unfinished(10)) if name == "ship manifest" else None,
     )
-    assert ship(folder, remote, 0) is Progress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert seen == [[left[3]]]  # host 1 may be about to rename it
 
 
@@ -835,21 +847,21 @@ def test_marks_that_cannot_be_copied_are_told_and_tried_again(
     (folder / "pinned").touch()
     with monkeypatch.context() as patch:
         patch.setattr(Remote, "write", _failing("vault: not allowed"))
-        rounds.round()
+        rounds.run_once()
     assert capsys.readouterr().err == (
         f"ds_pretrain: the marks of checkpoints are not at {folder_place} yet: vault: not allowed; trying "
         "again\n"
     )
-    rounds.round()
-    assert "pinned" in open_remote(folder_place).names(10)
+    rounds.run_once()
+    assert "pinned" in open_remote(folder_place).list_names(10)
 
 
 def test_a_disk_that_does_not_answer_raises_nothing_in_the_rank_that_trains(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipper = Shipper(tmp_path / "here", folder_place, 0, 5, None)
-    monkeypatch.setattr(upload, "published", _failing("Input/output error"))
-    assert shipper.unshipped() is None
+    shipper = Uploader(tmp_path / "here", folder_place, 0, 5, None)
+    monkeypatch.setattr(upload, "list_published", _failing("Input/output error"))
+    assert shipper.list_not_uploaded() is None
     assert not shipper.wait(0)  # nobody knows
     monkeypatch.undo()
     assert shipper.wait(0)
@@ -858,9 +870,9 @@ def test_a_disk_that_does_not_answer_raises_nothing_in_the_rank_that_trains(
 def test_no_process_is_started_after_the_end(
     folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipper = Shipper(tmp_path / "here", folder_place, 0, 5, None)
+    shipper = Uploader(tmp_path / "here", folder_place, 0, 5, None)
     shipper.close()
-    monkeypatch.setattr(Shipper, "start", _failing("a process was started"))
+    monkeypatch.setattr(Uploader, "start", _failing("a process was started"))
     shipper.revive()
     _publish(tmp_path / "here", 10)
     assert not shipper.wait(0)

@@ -14,19 +14,19 @@ import pytest
 from ds_pretrain.checkpoint.manifest import step_name
 from ds_pretrain.commands import audit as audit_module
 from ds_pretrain.commands import audit_history as history_module
-from ds_pretrain.commands.audit import steps_of_skip
-from ds_pretrain.commands.audit_history import changed_words, open_audited, read_history
+from ds_pretrain.commands.audit import find_steps_of_skip
+from ds_pretrain.commands.audit_history import describe_changes, open_audited, read_history
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.files import write_atomic
-from ds_pretrain.core.jsonl import latest_attempt, read_metrics
+from ds_pretrain.core.jsonl import read_metrics, select_latest_attempt
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.training.compatibility import claim
+from ds_pretrain.training.compatibility import claim_run
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import read_record, write_record
-from ds_pretrain.watchdog.rollback_log import write_cure
+from ds_pretrain.watchdog.rollback_log import write_rollback_log
 from tests.scenario import make_run
 
 BATCH = 8  # samples of a step
@@ -49,7 +49,7 @@ class Told:
 
     def start(self, step: int = 0, num_ranks: int | None = None) -> "Told":
         """One more start, from a checkpoint if `step` is not 0."""
-        self.attempt = claim(self.plan, self.data, None).attempt
+        self.attempt = claim_run(self.plan, self.data, None).attempt
         write_atomic(self.out / "run.toml", self.plan.run_text)
         self.num_ranks = num_ranks or self.num_ranks
         self.state = replace(self.state, step=step)
@@ -87,11 +87,11 @@ class Told:
         if skip is not None:
             new = Skip(phase, *skip, "lasting_spike", step, self.attempt)
             ledger, skipped = ledger.with_skip(new), {"phase": phase, "start": skip[0], "stop": skip[1]}
-            skipped["samples"] = self.sampler.skipped(new, ledger).grouped()
+            skipped["samples"] = self.sampler.skipped(new, ledger).group_by_source()
         self.state = replace(
             self.state, step=to_step, ledger=ledger, rollbacks=(*self.state.rollbacks, rollback)
         )
-        write_cure(self.out, self.state)
+        write_rollback_log(self.out, self.state)
         self.untold: dict[str, Any] = {
             "incident": len(self.state.rollbacks),
             "step": step,
@@ -182,7 +182,7 @@ def test_the_steps_that_count_are_those_of_the_latest_attempt(tmp_path: Path) ->
     told = _healed(tmp_path)
     with open_audited(told.out) as run:
         rows = read_history(run).rows
-    kept = latest_attempt(read_metrics(told.out / "metrics.jsonl"))
+    kept = select_latest_attempt(read_metrics(told.out / "metrics.jsonl"))
     assert np.flatnonzero(rows["seen"]).tolist() == [record["step"] for record in kept]
     assert rows["checksum"][1:].tolist() == [record["batch_checksum"] for record in kept]
     assert rows["num_skips"].tolist() == [0] * 17 + [1] * 24
@@ -281,9 +281,9 @@ def test_p55_a_run_whose_phases_have_samples_of_other_lengths_is_proved_across_t
     skipped = {
         (source, int(epoch), int(sample)) for _, phase, _, source, epoch, sample in rows if phase == "long"
     }
-    assert skipped == set(told.sampler.skipped(told.state.ledger.skips[1], told.state.ledger).listed())
-    assert skipped != set(told.sampler.skipped(told.state.ledger.skips[1]).listed())
-    trained = {s for step in range(20, 40) for s in told.sampler.ids(step, told.state.ledger).listed()}
+    assert skipped == set(told.sampler.skipped(told.state.ledger.skips[1], told.state.ledger).to_list())
+    assert skipped != set(told.sampler.skipped(told.state.ledger.skips[1]).to_list())
+    trained = {s for step in range(20, 40) for s in told.sampler.ids(step, told.state.ledger).to_list()}
     assert not skipped & trained
 
 
@@ -295,13 +295,13 @@ def test_a_phase_that_did_not_read_on_where_the_one_before_ended_is_a_problem(tm
         right = audit_module.Read("long", 21, 40, ((0, 18), (28, 90)), run.ledger)
         wrong = replace(right, ledger=SkipLedger(told.state.ledger.skips[1:]))
         assert [*audit_module._start_problems(run, [main, right])] == []
-        assert [*audit_module._epoch_problems(run, [main, right])] == []
+        assert [*audit_module._find_epoch_problems(run, [main, right])] == []
         [moved] = audit_module._start_problems(run, [main, wrong])
         assert (
             "steps 21 to 40 of phase long were trained before the ledger skipped more of an earlier phase; "
             "expected none after it: of code, text they read other samples" in moved
         )
-        repeated = list(audit_module._epoch_problems(run, [main, wrong]))
+        repeated = list(audit_module._find_epoch_problems(run, [main, wrong]))
     assert [line.split(" were ")[0].split(" of ")[1] for line in repeated] == ["code", "text"]
 
 
@@ -337,7 +337,7 @@ def test_a_stop_for_a_person_and_the_start_after_it_are_a_history_like_another(
     told = Told(tmp_path).start().steps(24)
     stop = Rollback(16, 24, 22, "lasting_spike", "stop", 1)
     told.state = replace(told.state, rollbacks=(stop,))
-    write_cure(told.out, told.state)
+    write_rollback_log(told.out, told.state)
     told.event("needs_operator", incident=1, step=24, to_step=16).start(16).steps(30)
     told.back(20, (168, 200)).steps(40).write()
     code, said = _audit(capsys, told.out)
@@ -491,7 +491,7 @@ def test_a_ledger_that_was_changed_shows_in_checksums_and_in_draws(
         (120, "draws [120, 128) are of steps 1 to 16"),
     ):
         ledger = replace(told.state.ledger, skips=(replace(skip, start=start),))
-        write_cure(told.out, replace(told.state, ledger=ledger))
+        write_rollback_log(told.out, replace(told.state, ledger=ledger))
         code, said = _audit(capsys, told.out)
         assert code == 1
         assert expected in said
@@ -506,11 +506,11 @@ def test_what_the_ledger_the_rollbacks_and_the_checkpoint_say_has_to_agree(
 ) -> None:
     told = Told(tmp_path).start().steps(24).back(16, (152, 200)).steps(40).checkpoint().write()
     state = told.state
-    write_cure(told.out, replace(state, ledger=RunState().ledger))
+    write_rollback_log(told.out, replace(state, ledger=RunState().ledger))
     said = _audit(capsys, told.out)[1]
     assert "rollbacks.json lists 0 skips, and the checkpoint of step 40 1 skip that are not the same" in said
     assert "the ledger has 0 skips, and 1 of the rollbacks skipped something; expected as many" in said
-    write_cure(told.out, replace(state, rollbacks=(replace(state.rollbacks[0], to_step=15),)))
+    write_rollback_log(told.out, replace(state, rollbacks=(replace(state.rollbacks[0], to_step=15),)))
     said = _audit(capsys, told.out)[1]
     assert (
         "rollback 1 is a skip at step 24 to step 16 in metrics.jsonl, and a skip at step 24 to step 15"
@@ -532,7 +532,7 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
     state = told.out / "checkpoints" / step_name(30) / "run_state.json"
     for is_emptied in (False, True):
         if is_emptied:
-            write_cure(told.out, RunState())
+            write_rollback_log(told.out, RunState())
         code, said = _audit(capsys, told.out)
         assert code == 1
         assert "skip 1 " in said
@@ -629,7 +629,8 @@ def test_a_checkpoint_whose_state_is_no_object_is_no_witness(
         ),
         (
             {"version": 9},
-            "run.json cannot be read (it is not a record of format 2; resume with the ds_pretrain that wrote it",
+            "run.json cannot be read (it is not a record of format 2; resume with the ds_pretrain that "
+            "wrote it",
         ),
     ],
 )
@@ -677,7 +678,7 @@ def test_the_steps_of_a_skip_are_those_that_would_have_read_it(tmp_path: Path) -
             if not any(a <= d < b for a, b in before.merged(skip.phase))
         }
         reading = [s + 1 for s in steps if new & set(told.sampler.ids(s, before).draw.tolist())]
-        assert steps_of_skip(skip, before, told.plan.timeline) == (reading[0], reading[-1])
+        assert find_steps_of_skip(skip, before, told.plan.timeline) == (reading[0], reading[-1])
 
 
 def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -705,7 +706,7 @@ def test_draws_that_are_lost_or_come_twice_are_told_with_the_steps_around(tmp_pa
             audit_module.Read("main", 5, 6, ((30, 46),)),
         ]
         lost, twice = audit_module._draw_problems(run, reads)
-        counted = list(audit_module._epoch_problems(run, reads))
+        counted = list(audit_module._find_epoch_problems(run, reads))
     assert lost == (
         "main draws [16, 20) are in no step and in no skip, between steps 1 to 2 and steps 3 to 4; expected "
         "every draw in one of them: those samples were lost"
@@ -725,7 +726,7 @@ def test_epochs_are_counted_across_chunks_and_several_epochs(
     told = Told(tmp_path, steps=400).start().write()
     with open_audited(told.out) as run:
         whole = [audit_module.Read("main", 1, 400, ((0, 3200),))]  # some ten epochs
-        assert list(audit_module._epoch_problems(run, whole)) == []
+        assert list(audit_module._find_epoch_problems(run, whole)) == []
         locate = type(run.sampler).at_draws
 
         def repeating(self: Any, phase: str, seq_len: int, draws: Any, step: int, ledger: Any = None) -> Any:
@@ -733,7 +734,7 @@ def test_epochs_are_counted_across_chunks_and_several_epochs(
             return replace(ids, sample=np.where(ids.sample == 3, 4, ids.sample))
 
         monkeypatch.setattr(type(run.sampler), "at_draws", repeating)
-        problems = list(audit_module._epoch_problems(run, whole))
+        problems = list(audit_module._find_epoch_problems(run, whole))
     epochs = max(told.sampler.at_draws("main", 16, np.arange(3200, dtype=np.uint64), 0).epoch) + 1
     assert len(problems) > epochs
 
@@ -776,7 +777,7 @@ def test_p55_a_step_is_shown_as_its_rank_read_it_in_each_attempt(
         "checksum   as recorded: these are the samples that were read",
     ]
     heads = [line for line in lines if line.startswith("--- ")]
-    for place, (head, (source, epoch, sample)) in enumerate(zip(heads, ids.listed(), strict=True)):
+    for place, (head, (source, epoch, sample)) in enumerate(zip(heads, ids.to_list(), strict=True)):
         where = f"{source}, epoch {epoch}, sample {sample}, document"
         assert head.startswith(f"--- rank {place // 4}, draw {ids.draw[place]}: {where}")
     assert all(len(line) <= 200 for line in lines if not line.startswith("--- "))
@@ -879,7 +880,7 @@ def test_every_skipped_sample_is_listed_once_and_is_one_that_was_never_read(
     assert [row[0] for row in rows] == ["1"] * 48 + ["2"] * 42
     draws = [int(row[2]) for row in rows]
     assert sorted(draws) == list(range(140, 230))
-    trained = {sample for step in range(40) for sample in told.sampler.ids(step, told.state.ledger).listed()}
+    trained = {sample for step in range(40) for sample in told.sampler.ids(step, told.state.ledger).to_list()}
     skipped = {(source, int(epoch), int(sample)) for _, _, _, source, epoch, sample in rows}
     assert len(skipped) == 90
     assert not skipped & trained
@@ -976,9 +977,9 @@ def test_a_run_file_that_was_changed_is_named_where_what_was_read_before_cannot_
         {"attempt": 3, "field": "sources.web", "old": "a", "new": "b"},
     ]
     run: Any = SimpleNamespace(record=SimpleNamespace(changes=changes))
-    assert changed_words(run) == (
+    assert describe_changes(run) == (
         "the run file was changed, `batch.ramp` at start 2, `sources.web` at start 3: steps from before can "
         "have read otherwise than it says now"
     )
     run.record.changes = changes[1:2]
-    assert changed_words(run) == ""
+    assert describe_changes(run) == ""

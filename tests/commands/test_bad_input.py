@@ -17,7 +17,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT
 from ds_pretrain.data.indexed import IndexedWriter
-from ds_pretrain.training.compatibility import claim
+from ds_pretrain.training.compatibility import claim_run
 from ds_pretrain.training.preflight import open_inputs
 from tests.ranks import run_ranks
 from tests.scenario import LLAMA, deepspeed_json, make_run
@@ -114,7 +114,7 @@ def below_a_file(folder: Path) -> list[str]:
 def start_there(folder: Path) -> None:
     plan = load_plan(folder / "run.toml")
     plan.out.mkdir()
-    claim(plan, open_inputs(plan).data, None)
+    claim_run(plan, open_inputs(plan).data, None)
 
 
 def another_run_there(folder: Path) -> list[str]:

@@ -19,14 +19,14 @@ from ds_pretrain.checkpoint.manifest import (
     step_name,
 )
 from ds_pretrain.checkpoint.remote import Remote
-from ds_pretrain.checkpoint.retention import CALM, PINNED, prune
+from ds_pretrain.checkpoint.retention import KNOWN_GOOD, PINNED, prune
 from ds_pretrain.commands import branch as branch_module
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.files import checksum
+from ds_pretrain.core.files import compute_checksum
 from ds_pretrain.core.metrics import Probe
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.training.compatibility import claim, identity_of
+from ds_pretrain.training.compatibility import claim_run, compute_identity
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import KnownRun, read_record
 from tests.scenario import make_run, write_corpus
@@ -39,7 +39,7 @@ def make_parent(folder: Path, steps: tuple[int, ...] = (4, 8, 11)) -> Path:
     """A run of 12 steps that decays from 9 on, with checkpoints as far as a branch looks at them."""
     run_file = make_run(folder)
     plan = load_plan(run_file)
-    identity = identity_of(plan, open_inputs(plan).data)
+    identity = compute_identity(plan, open_inputs(plan).data)
     for step in steps:
         save(folder / "out" / "checkpoints" / step_name(step), step, identity)
     return folder / "out"
@@ -54,7 +54,7 @@ def save(folder: Path, step: int, identity: dict[str, Any]) -> None:
     (folder / SHARD).write_bytes(bytes([step]) * 1000)
     (folder / "rng" / "rank_00000.pt").write_bytes(b"streams")
     names = (RUN_STATE, DEEPSPEED, SHARD, "rng/rank_00000.pt")
-    files = {n: FileEntry((folder / n).stat().st_size, checksum(folder / n)) for n in names}
+    files = {n: FileEntry((folder / n).stat().st_size, compute_checksum(folder / n)) for n in names}
     manifest = Manifest(
         step=step,
         tokens=step * 128,
@@ -94,7 +94,7 @@ def test_the_new_runs_first_checkpoint_is_the_parents_under_its_own_name(
 ) -> None:
     out = make_parent(tmp_path)
     theirs = out / "checkpoints" / step_name(8)
-    (theirs / CALM).touch()
+    (theirs / KNOWN_GOOD).touch()
     before = (theirs / MANIFEST).read_bytes()
     assert main(words(tmp_path, 8)) == 0
     said = capsys.readouterr()
@@ -116,7 +116,7 @@ def test_the_new_runs_first_checkpoint_is_the_parents_under_its_own_name(
     assert replace(new, overrides=()) == replace(old, **changed)
     assert record.wandb_id != "parent-id"
     assert (record.name, record.attempt, record.saved_step, record.num_inherited) == ("cool", 0, 8, 1)
-    assert (ours / CALM).exists()
+    assert (ours / KNOWN_GOOD).exists()
     assert not (ours / PINNED).exists()
 
 
@@ -146,7 +146,8 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
     prune(root, keep=1, keep_every=None)
     assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
     line = (
-        f"branched from tiny at step 4: {theirs} (run parent-id, manifest {checksum(theirs / MANIFEST)[:12]}"
+        f"branched from tiny at step 4: {theirs} (run parent-id, manifest "
+        f"{compute_checksum(theirs / MANIFEST)[:12]}"
     )
     for gone, where in ((False, "it is there"), (True, "it is no longer there")):
         if gone:
@@ -166,15 +167,15 @@ def test_the_first_start_compares_once_more_and_records_what_is_another(tmp_path
     with pytest.raises(
         Exception, match=r"`seed` is 9, .*set it back: a branch has its parent's past.*step 8"
     ):
-        claim(load_plan(tmp_path / "run.toml", [*words(tmp_path, 8)[5:], "seed=9"]), data, known)
-    record = claim(plan, data, known)
+        claim_run(load_plan(tmp_path / "run.toml", [*words(tmp_path, 8)[5:], "seed=9"]), data, known)
+    record = claim_run(plan, data, known)
     assert (record.attempt, record.num_inherited) == (1, 1)
     changes = {(change["field"], change["old"], change["new"]) for change in record.changes}
     assert changes == {("schedule.length", 12, 11)}
     assert record.lineage is not None
     assert (record.lineage.name, record.lineage.step) == ("tiny", 8)
     (tmp_path / "cool" / "run.json").unlink()  # a lost record is made again from the checkpoint
-    assert claim(plan, data, known).wandb_id == record.wandb_id
+    assert claim_run(plan, data, known).wandb_id == record.wandb_id
 
 
 @pytest.mark.parametrize(
@@ -483,7 +484,7 @@ def test_a_copy_that_reads_back_as_something_else_is_refused(
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    fetch = Remote.fetch
+    fetch = Remote.download
 
     def flipped(self: Remote, step: int, name: str, path: Path) -> FileEntry:
         entry = fetch(self, step, name, path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint.restore import newest_intact
+from ds_pretrain.checkpoint.restore import find_newest_intact
 from ds_pretrain.commands import cli
 from ds_pretrain.commands import sample as sample_module
 from ds_pretrain.config.plan import load_plan
@@ -70,7 +70,7 @@ def commands(_: World, lines: list[list[str]]) -> list[Said]:
 def restored_weights(_: World, run_file: str) -> dict[str, Any]:
     """The weights that `sample` computes with."""
     plan = load_plan(run_file, ())
-    model = sample_module.trained_model(plan, newest_intact(plan.out / "checkpoints"))
+    model = sample_module.load_trained_model(plan, find_newest_intact(plan.out / "checkpoints"))
     assert not model.training
     return {name: parameter.tolist() for name, parameter in model.named_parameters()}
 
@@ -132,7 +132,7 @@ def test_greedy_text_is_what_the_engine_s_weights_say(trained: tuple[Path, dict[
     """Token by token from a forward of the whole text, without `generate` and its cache."""
     run_file, _ = trained
     plan = load_plan(str(run_file), ())
-    model = sample_module.trained_model(plan, newest_intact(plan.out / "checkpoints"))
+    model = sample_module.load_trained_model(plan, find_newest_intact(plan.out / "checkpoints"))
     ids = [256, *b"abc"]
     with torch.no_grad():
         for _ in range(10):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.commands import cli
-from ds_pretrain.commands.watchdog import read_run, read_settings, report
+from ds_pretrain.commands.watchdog import format_report, read_run, read_settings
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Verdict
@@ -104,7 +104,7 @@ def test_a_report_of_many_incidents_is_cut_and_begins_with_those_to_roll_back() 
     points = BEFORE[:200]
     verdicts = [Verdict("watch", "norm_rise", p.step, "high") for p in points]
     verdicts[150] = Verdict("roll_back", "drift", 100, "rising")
-    lines = list(report(points, verdicts))
+    lines = list(format_report(points, verdicts))
     assert len(lines) == 42
     assert sum(line.startswith("roll_back") for line in lines) == 1
     assert lines[-2] == "...        and 160 more"
@@ -116,7 +116,7 @@ def test_troubles_far_apart_are_told_one_by_one() -> None:
     for seed in (2, 3):
         points += broken(after(points, 20, seed))
         points += after(points, 300, seed)
-    lines = [line.split(":")[0] for line in report(points, replay(points, WatchdogSection()))]
+    lines = [line.split(":")[0] for line in format_report(points, replay(points, WatchdogSection()))]
     assert lines[:2] == [
         f"roll_back  non_finite, step {NEXT} to {NEXT + 19}",
         f"roll_back  non_finite, step {NEXT + 320} to {NEXT + 339}",

@@ -16,16 +16,16 @@ from ds_pretrain.config.deepspeed import (
     Lion,
     NativeAdam,
     TorchAdam,
+    advise_on_non_finite,
     check_deepspeed,
     check_ranks,
+    check_version,
     gradient_clipping,
-    non_finite_advice,
     resolve_deepspeed,
     uses_bf16,
-    version_problems,
     zero_stage,
 )
-from ds_pretrain.config.loader import find_errors, section_models
+from ds_pretrain.config.loader import find_errors, find_section_models
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.text import parse_json
 from tests.scenario import deepspeed_json
@@ -434,18 +434,18 @@ def test_p28_the_pin_is_that_of_the_package_and_another_deepspeed_is_refused(
 ) -> None:
     pin = ",".join(f"{sign}{'.'.join(map(str, v))}" for sign, v in zip((">=", "<"), VERSIONS, strict=True))
     assert f'"deepspeed{pin}"' in (ROOT / "pyproject.toml").read_text()
-    assert list(version_problems()) == []
+    assert list(check_version()) == []
     for installed, is_refused in {"0.19.8": 0, "0.19.10+x": 0, "0.19.7": 1, "0.20.0": 1, "0.9": 1}.items():
         monkeypatch.setattr("ds_pretrain.config.deepspeed.version", lambda name, v=installed: v)
-        assert len(list(version_problems())) == is_refused, installed
-    [problem] = version_problems()
+        assert len(list(check_version())) == is_refused, installed
+    [problem] = check_version()
     assert problem.startswith("deepspeed 0.9 is installed; expected >=0.19.8,<0.20: older ones spoil")
 
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("ds_pretrain.config.deepspeed.version", missing)
-    assert list(version_problems()) == []
+    assert list(check_version()) == []
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_p28_the_advice_names_what_is_in_effect_and_the_switch(
     stage: int, overlap: bool | None, is_on: bool
 ) -> None:
     config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
-    advice = non_finite_advice(config, "J")
+    advice = advise_on_non_finite(config, "J")
     assert "the loss is finite but the gradient norm is not; known cause: communication that over" in advice
     assert f"ZeRO-{stage}, overlap_comm = {'true' if is_on else 'false'}; " in advice
     assert ("to false in J, as ds_configs/zero3_bf16_no_overlap.json has it" in advice) == is_on
@@ -518,7 +518,7 @@ def ours(section: str) -> type[BaseModel]:
     """Our model of the section at a dotted path."""
     model: type[BaseModel] = DeepSpeedJson
     for key in section.split("."):
-        [model] = section_models(model.model_fields[key].annotation)
+        [model] = find_section_models(model.model_fields[key].annotation)
     return model
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ds_pretrain.config.plan import Plan, check_world, load_plan, make_timeline
-from ds_pretrain.config.schedule import rule_factor
+from ds_pretrain.config.schedule import lr_scaling_factor
 from ds_pretrain.config.schema import BatchSection, WsdSection
 from ds_pretrain.config.timeline import Segment, parse_duration
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.training.preflight import find_problems, open_inputs, rate_lines, rate_summary
+from ds_pretrain.training.preflight import draw_lr, find_problems, format_lr_summary, open_inputs
 from tests.scenario import deepspeed_json, make_run, write_corpus
 from tests.timelines import phase
 
@@ -99,11 +99,11 @@ def test_p14_a_decay_may_be_tied_to_a_phase_or_given_in_tokens_under_a_ramp(tmp_
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_rate_of_a_smaller_batch_follows_the_rule(tmp_path: Path, rule: Any, factor: float) -> None:
-    assert rule_factor(rule, 64, 128) == pytest.approx(factor, rel=1e-12)
+    assert lr_scaling_factor(rule, 64, 128) == pytest.approx(factor, rel=1e-12)
     ramp = f'[batch]\nlr_scaling = "{rule}"\nramp = {{ "0" = 64, "5 steps" = 128 }}\ntokens = 128'
     plan = _plan(tmp_path, ("[batch]\ntokens = 128", ramp))
-    assert plan.rate(4, 4) == pytest.approx(1e-2 * factor, rel=1e-12)
-    assert plan.rate(5, 5) == 1e-2
+    assert plan.lr(4, 4) == pytest.approx(1e-2 * factor, rel=1e-12)
+    assert plan.lr(5, 5) == 1e-2
 
 
 def test_a_phase_may_have_micro_batches_of_its_own_and_each_world_is_checked_in_each(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_ea
 ) -> None:
     ramp = f'lr_scaling = "{rule}"\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
-    corners, words, *_ = rate_summary(plan)
+    corners, words, *_ = format_lr_summary(plan)
     assert corners.startswith(f"rate       start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
     assert words == (
         f"           batch.lr_scaling {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 "
@@ -294,16 +294,16 @@ def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -
     """So that a ramp that is extended while the run goes on leaves the rates of the past as they were."""
     ramp = 'lr_scaling = "sqrt"\nlr_reference_tokens = 64\nramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
-    assert [plan.rate(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
-    assert list(rate_summary(plan))[1] == (
+    assert [plan.lr(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
+    assert list(format_lr_summary(plan))[1] == (
         "           batch.lr_scaling sqrt to 64 tokens: x 1 from step 0 (64 tokens a step, rate 0), x 1.41 "
         "from step 4 (128 tokens a step, rate 0.0141)"
     )
     whole = _plan(
         tmp_path / "whole", ("tokens = 128", 'lr_scaling = "linear"\nlr_reference_tokens = 64\ntokens = 128')
     )
-    assert whole.rate(3, 3) == 2e-2
-    assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(rate_summary(whole))[1]
+    assert whole.lr(3, 3) == 2e-2
+    assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(format_lr_summary(whole))[1]
     assert _problems(tmp_path / "no", ("tokens = 128", "lr_reference_tokens = 64\ntokens = 128")) == (
         "batch.lr_reference_tokens = 64 is the batch that schedule.peak_lr is meant for, and without a "
         "rule the rate is "
@@ -313,25 +313,25 @@ def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -
 
 def test_a_ramp_without_a_rule_changes_no_rate_and_a_warmup_may_fill_the_run(tmp_path: Path) -> None:
     ramp = 'ramp = { "0" = 64, "4 steps" = 128 }\ntokens = 128'
-    lines = list(rate_summary(_plan(tmp_path, ("tokens = 128", ramp))))
+    lines = list(format_lr_summary(_plan(tmp_path, ("tokens = 128", ramp))))
     assert "warmup end 2: 0.01" in lines[0]
     assert not any("lr_scaling" in line for line in lines)
     whole = [
         'schedule={ kind = "cosine", length = "12 steps", peak_lr = 1.0, warmup = "100%" }',
         "batch.lr_scaling=sqrt",
     ]
-    first = next(rate_summary(load_plan(make_run(tmp_path / "whole"), whole)))
+    first = next(format_lr_summary(load_plan(make_run(tmp_path / "whole"), whole)))
     assert first == "rate       start 0: 0, warmup end 12: 1, middle 12: 1, last 11: 0.917"
 
 
 def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ('decay = "25%"', 'decay = "long"'), start="300 steps", steps=400)
-    lines = rate_lines(plan)
+    lines = draw_lr(plan)
     assert lines[0].startswith("     0.01 ")
     assert lines[0].count("-") > 40
     assert lines[-2].startswith("        0 -")
     assert lines[-1].index("|long") > lines[-1].index("|main") + 50
-    assert rate_lines(load_plan(make_run(tmp_path / "one")))[-1].strip() == "|main-------"
+    assert draw_lr(load_plan(make_run(tmp_path / "one")))[-1].strip() == "|main-------"
 
 
 def test_learned_positions_must_reach_every_phase_and_held_out_text_too(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from ds_pretrain.config.plan import Plan, check_world, load_plan
 from ds_pretrain.config.schema import WsdSection
-from ds_pretrain.config.timeline import accumulation
+from ds_pretrain.config.timeline import count_micro_batches
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.core.text import changed_fields
-from ds_pretrain.training.compatibility import identity_of, with_unit
+from ds_pretrain.core.text import find_changed_fields
+from ds_pretrain.training.compatibility import compute_identity, format_with_unit
 from tests.scenario import deepspeed_json, make_run
 from tests.timelines import cosine, wsd
 
@@ -168,8 +168,11 @@ def test_p11_the_rate_at_a_step_is_the_same_for_every_accumulation_and_world(tmp
     for count, world in ((1, 1), (4, 1), (1, 2), (4, 2)):
         plan = load_plan(run_file, [f"batch.micro_batch_size={8 // (count * world)}"])
         assert check_world(plan, world, "a test") == []
-        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world) == count
-        tables.add(tuple(plan.schedule.rate(step) for step in range(plan.last_step)))
+        assert (
+            count_micro_batches(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world)
+            == count
+        )
+        tables.add(tuple(plan.schedule.lr(step) for step in range(plan.last_step)))
     (table,) = tables
     assert (len(table), table[0], max(table)) == (20, 0.0, 1e-2)
 
@@ -203,7 +206,10 @@ def test_p30_the_batch_is_solved_for_or_refused_with_all_its_factors(
     problems = check_world(plan, world, "the launcher")
     if isinstance(expected, int):
         assert problems == []
-        assert accumulation(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world) == expected
+        assert (
+            count_micro_batches(plan.timeline.at(0).sequences, plan.run.batch.micro_batch_size, world)
+            == expected
+        )
         return
     (problem,) = problems
     assert expected in problem
@@ -217,18 +223,18 @@ def test_p30_the_batch_is_solved_for_or_refused_with_all_its_factors(
 def test_changed_fields_are_found_at_their_leaves() -> None:
     old = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2], "gone": 1}
     new = {"a": {"b": 1, "c": {"d": 3}}, "e": [1, 3], "fresh": None}
-    assert changed_fields(old, new) == {"a.c.d": (2, 3), "e": ([1, 2], [1, 3]), "gone": (1, None)}
-    assert changed_fields(old, old) == {}
+    assert find_changed_fields(old, new) == {"a.c.d": (2, 3), "e": ([1, 2], [1, 3]), "gone": (1, None)}
+    assert find_changed_fields(old, old) == {}
 
 
 def test_numbers_of_an_identity_are_shown_with_their_unit() -> None:
-    assert with_unit("schedule.length", 2000) == "2,000 steps"
-    assert with_unit("schedule.warmup", 1) == "1 step"
-    assert with_unit("batch.tokens", 524288) == "524,288 tokens"
-    assert with_unit("seed", 2000) == "2000"
-    assert with_unit("schedule.peak_lr", 0.5) == "0.5"
-    assert with_unit("schedule.length", None) == "not there"
-    assert with_unit("model.qk_norm", True) == "true"
+    assert format_with_unit("schedule.length", 2000) == "2,000 steps"
+    assert format_with_unit("schedule.warmup", 1) == "1 step"
+    assert format_with_unit("batch.tokens", 524288) == "524,288 tokens"
+    assert format_with_unit("seed", 2000) == "2000"
+    assert format_with_unit("schedule.peak_lr", 0.5) == "0.5"
+    assert format_with_unit("schedule.length", None) == "not there"
+    assert format_with_unit("model.qk_norm", True) == "true"
 
 
 @pytest.mark.parametrize("name", ["deepspeed.json", "model.json"])
@@ -261,11 +267,11 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
 
 def identity_changes(folder: Path, *overrides: str) -> set[str]:
     def identity(plan: Plan) -> dict[str, Any]:
-        value: dict[str, Any] = identity_of(plan, {})
+        value: dict[str, Any] = compute_identity(plan, {})
         return value
 
     run_file = make_run(folder)
-    return set(changed_fields(identity(load_plan(run_file)), identity(load_plan(run_file, overrides))))
+    return set(find_changed_fields(identity(load_plan(run_file)), identity(load_plan(run_file, overrides))))
 
 
 @pytest.mark.parametrize(

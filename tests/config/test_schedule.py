@@ -6,24 +6,24 @@ from typing import get_args
 
 import pytest
 
-from ds_pretrain.config.schedule import Shape
+from ds_pretrain.config.schedule import DecayShape
 from ds_pretrain.config.schema import CosineSection, WsdSection
 from tests.timelines import cosine, wsd
 
 Schedule = CosineSection | WsdSection
 
-SHAPES: tuple[Shape, ...] = get_args(Shape)
+SHAPES: tuple[DecayShape, ...] = get_args(DecayShape)
 FLOORS = {"linear": 0.0, "cosine": 0.0, "1-sqrt": 0.1, "exponential": 0.05}
 LENGTH, WARMUP, DECAY = 1000, 100, 200
 STABLE = LENGTH - WARMUP - DECAY
 
 
-def shaped(shape: Shape, warmup: int = WARMUP) -> WsdSection:
+def shaped(shape: DecayShape, warmup: int = WARMUP) -> WsdSection:
     return wsd(3e-4, LENGTH, warmup, DECAY, shape, FLOORS[shape])
 
 
 def fraction(schedule: Schedule, step: int) -> float:
-    return schedule.rate(step) / schedule.peak_lr
+    return schedule.lr(step) / schedule.peak_lr
 
 
 ALL: list[Schedule] = [*map(shaped, SHAPES), cosine(3e-4, LENGTH, WARMUP, 0.1), cosine(3e-4, LENGTH, 0, 0.0)]
@@ -35,19 +35,19 @@ def test_a_quarter_and_half_of_the_warmup_give_a_quarter_and_half_of_the_peak() 
         *(wsd(3e-4, 50_000, 2_000, 5_000, shape, 0.1) for shape in SHAPES),
     ]
     for schedule in schedules:
-        assert schedule.rate(500) == pytest.approx(7.5e-5, rel=1e-12)
-        assert schedule.rate(1_000) == pytest.approx(1.5e-4, rel=1e-12)
-        assert schedule.rate(2_000) == 3e-4
+        assert schedule.lr(500) == pytest.approx(7.5e-5, rel=1e-12)
+        assert schedule.lr(1_000) == pytest.approx(1.5e-4, rel=1e-12)
+        assert schedule.lr(2_000) == 3e-4
 
 
 def test_a_cosine_without_a_floor_is_at_half_the_peak_half_way_down() -> None:
-    assert cosine(3e-4, 50_000, 2_000, 0.0).rate(26_000) == pytest.approx(1.5e-4, rel=1e-12)
-    assert cosine(3e-4, 50_000, 2_000, 0.0).rate(50_000) == pytest.approx(0.0, abs=1e-18)
-    assert cosine(3e-4, 50_000, 2_000, 0.1).rate(50_000) == pytest.approx(3e-5, rel=1e-12)
+    assert cosine(3e-4, 50_000, 2_000, 0.0).lr(26_000) == pytest.approx(1.5e-4, rel=1e-12)
+    assert cosine(3e-4, 50_000, 2_000, 0.0).lr(50_000) == pytest.approx(0.0, abs=1e-18)
+    assert cosine(3e-4, 50_000, 2_000, 0.1).lr(50_000) == pytest.approx(3e-5, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_p14_wsd_is_right_at_every_boundary(shape: Shape) -> None:
+def test_p14_wsd_is_right_at_every_boundary(shape: DecayShape) -> None:
     """Steps 0, w-1, w, w+s-1, w+s, total-1, total, where the stable stretch s is derived."""
     schedule, floor = shaped(shape), FLOORS[shape]
     last = (DECAY - 1) / DECAY
@@ -74,7 +74,7 @@ def test_p14_wsd_is_right_at_every_boundary(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_middle_of_a_decay_has_the_value_of_its_shape(shape: Shape) -> None:
+def test_the_middle_of_a_decay_has_the_value_of_its_shape(shape: DecayShape) -> None:
     halfway = {
         "linear": 0.5,
         "cosine": 0.5,
@@ -99,20 +99,20 @@ def test_a_schedule_rises_to_the_peak_then_never_rises_and_never_jumps(schedule:
     "schedule", [*(shaped(s, warmup=0) for s in SHAPES), cosine(1e-3, 10, 0, 0.1)], ids=str
 )
 def test_without_warmup_the_first_step_is_at_the_peak(schedule: Schedule) -> None:
-    assert schedule.rate(0) == schedule.peak_lr
+    assert schedule.lr(0) == schedule.peak_lr
 
 
 def test_schedules_that_are_all_warmup_or_all_decay_work() -> None:
-    assert cosine(1.0, 10, 10, 0.1).rate(10) == 1.0
-    assert wsd(1.0, 10, 0, 10, "linear", 0.0).rate(5) == 0.5
-    assert wsd(1.0, 10, 5, 5, "linear", 0.0).rate(5) == 1.0
+    assert cosine(1.0, 10, 10, 0.1).lr(10) == 1.0
+    assert wsd(1.0, 10, 0, 10, "linear", 0.0).lr(5) == 0.5
+    assert wsd(1.0, 10, 5, 5, "linear", 0.0).lr(5) == 1.0
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=str)
 @pytest.mark.parametrize("step", [-1, LENGTH + 1])
 def test_p14_a_step_outside_the_schedule_is_refused(schedule: Schedule, step: int) -> None:
     with pytest.raises(ValueError, match=f"covers steps 0 to {LENGTH}; step {step} lies outside it"):
-        schedule.rate(step)
+        schedule.lr(step)
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=str)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from ds_pretrain.config.loader import section_models
+from ds_pretrain.config.loader import find_section_models
 from ds_pretrain.config.plan import parse_run
 from ds_pretrain.config.schema import CosineSection, ModelSection, Run, SourceSection, WsdSection
 from ds_pretrain.core.errors import InputError
@@ -362,7 +362,7 @@ def test_none_as_an_override_is_the_value_none_of_an_enumeration_and_else_takes_
 
 
 def _all_sections(section: type[BaseModel]) -> list[type[BaseModel]]:
-    inner = [s for field in section.model_fields.values() for s in section_models(field.annotation)]
+    inner = [s for field in section.model_fields.values() for s in find_section_models(field.annotation)]
     return [section, *(each for one in inner for each in _all_sections(one))]
 
 

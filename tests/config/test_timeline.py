@@ -11,14 +11,14 @@ from ds_pretrain.config.timeline import (
     Segment,
     Timeline,
     Unit,
-    accumulation,
-    multiples,
+    build_multiples,
+    convert_to_steps,
+    count_micro_batches,
+    find_step_after,
+    find_step_before,
+    list_valid_world_sizes,
     parse_batch_tokens,
     parse_duration,
-    step_after,
-    step_before,
-    to_steps,
-    worlds_that_divide,
 )
 from tests.timelines import phase, single_phase
 
@@ -128,17 +128,17 @@ def test_conversions_are_exact_at_fifteen_trillion_tokens() -> None:
 
 
 def test_a_fraction_of_a_step_counts_as_one() -> None:
-    assert to_steps(parse_duration("1000 tokens"), 1000) == 1
-    assert to_steps(parse_duration("1001 tokens"), 1000) == 2
-    assert to_steps(parse_duration("10%"), 1000, of_steps=101) == 11
-    assert to_steps(parse_duration("12.5%"), 1000, of_steps=80) == 10
-    assert to_steps(parse_duration("0%"), 1000, of_steps=80) == 0
+    assert convert_to_steps(parse_duration("1000 tokens"), 1000) == 1
+    assert convert_to_steps(parse_duration("1001 tokens"), 1000) == 2
+    assert convert_to_steps(parse_duration("10%"), 1000, of_steps=101) == 11
+    assert convert_to_steps(parse_duration("12.5%"), 1000, of_steps=80) == 10
+    assert convert_to_steps(parse_duration("0%"), 1000, of_steps=80) == 0
 
 
 @pytest.mark.parametrize("text", ["10 min", "10%"])
 def test_what_cannot_be_steps_says_so(text: str) -> None:
     with pytest.raises(ValueError, match="cannot be turned into steps; write steps or tokens"):
-        to_steps(parse_duration(text), 1000)
+        convert_to_steps(parse_duration(text), 1000)
 
 
 TWO_BATCHES = Timeline(
@@ -191,18 +191,18 @@ def test_no_tokens_are_known_past_the_end() -> None:
 def test_p30_accumulation_is_solved_for_or_there_is_none(
     sequences: int, micro: int, world: int, expected: int | None
 ) -> None:
-    assert accumulation(sequences, micro, world) == expected
+    assert count_micro_batches(sequences, micro, world) == expected
 
 
 def test_p30_the_worlds_that_divide_a_batch_are_those_with_an_accumulation() -> None:
     for sequences in range(1, 40):
         for micro in range(1, 8):
-            solvable = [w for w in range(1, 41) if accumulation(sequences, micro, w) is not None]
-            assert worlds_that_divide(sequences, micro) == solvable
+            solvable = [w for w in range(1, 41) if count_micro_batches(sequences, micro, w) is not None]
+            assert list_valid_world_sizes(sequences, micro) == solvable
 
 
 def test_p30_the_worlds_of_the_largest_batch_are_found_without_trying_each_number() -> None:
-    worlds = worlds_that_divide(10**12, 1)
+    worlds = list_valid_world_sizes(10**12, 1)
     assert len(worlds) == 13 * 13  # 2^a 5^b, a and b from 0 to 12
     assert worlds == sorted(w for w in (2**a * 5**b for a in range(13) for b in range(13)))
 
@@ -234,15 +234,15 @@ GROWING = make_timeline(PHASES, BATCHES, parse_duration("40 steps"))
     ],
 )
 def test_a_span_counts_the_batches_that_lie_there(step: int, duration: str, after: int, before: int) -> None:
-    assert step_after(GROWING, step, parse_duration(duration)) == after
-    assert step_before(GROWING, step, parse_duration(duration)) == before
+    assert find_step_after(GROWING, step, parse_duration(duration)) == after
+    assert find_step_before(GROWING, step, parse_duration(duration)) == before
 
 
 def test_a_span_holds_what_was_asked_for_and_less_than_a_step_more() -> None:
     for step in range(41):
         for tokens in range(0, 1300, 37):
             wanted, now = parse_duration(f"{tokens} tokens"), GROWING.tokens_before(step)
-            end, start = step_after(GROWING, step, wanted), step_before(GROWING, step, wanted)
+            end, start = find_step_after(GROWING, step, wanted), find_step_before(GROWING, step, wanted)
             if end <= 40:
                 assert GROWING.tokens_before(end) - now >= tokens
                 assert end == step or GROWING.tokens_before(end - 1) - now < tokens
@@ -255,14 +255,14 @@ def test_a_span_holds_what_was_asked_for_and_less_than_a_step_more() -> None:
 @pytest.mark.parametrize("every", ["7 steps", "100 tokens", "640 tokens", "5000 tokens"])
 def test_multiples_are_counted_over_every_batch_that_there_was(every: str) -> None:
     duration = parse_duration(every)
-    counted = multiples(duration, GROWING)
+    counted = build_multiples(duration, GROWING)
     for step in range(41):
         done = step if duration.unit == "steps" else GROWING.tokens_before(step)
         assert counted.before(step) == done // int(duration.amount)
 
 
 def test_multiples_of_steps_need_no_timeline() -> None:
-    assert multiples(parse_duration("20 steps"), GROWING) == Multiples(20, ((0, 0, 1),))
+    assert build_multiples(parse_duration("20 steps"), GROWING) == Multiples(20, ((0, 0, 1),))
 
 
 ALIKE = single_phase("main", 16, 4, parse_duration("20 steps"))  # 64 tokens a step

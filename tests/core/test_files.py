@@ -9,9 +9,9 @@ import pytest
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.files import (
     FileLock,
-    checksum,
+    check_folder,
+    compute_checksum,
     ensure_writable_folder,
-    folder_problem,
     free_bytes,
     write_atomic,
 )
@@ -72,16 +72,18 @@ def test_a_written_file_has_the_rights_that_the_umask_gives(tmp_path: Path) -> N
 
 def test_the_checksum_is_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
-    assert checksum(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert (
+        compute_checksum(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )
 
 
 def test_a_folder_is_created_and_left_empty(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    assert folder_problem(folder, "out") is None
+    assert check_folder(folder, "out") is None
     assert not folder.exists()
     ensure_writable_folder(folder, "out")
     assert os.listdir(folder) == []
-    assert folder_problem(folder, "out") is None
+    assert check_folder(folder, "out") is None
 
 
 def test_a_folder_below_a_file_is_refused_with_its_setting(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_folder_below_a_file_is_refused_with_its_setting(tmp_path: Path) -> No
     message = f"run.toml: out = {folder}: cannot write there"
     assert str(raised.value).startswith(message)
     assert "choose another folder" in str(raised.value)
-    problem = folder_problem(folder, "run.toml: out")
+    problem = check_folder(folder, "run.toml: out")
     assert problem is not None
     assert problem.startswith(f"{message} ({tmp_path / 'file'} is not a folder)")
 
@@ -101,7 +103,7 @@ def test_a_folder_without_the_right_to_write_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    problem = folder_problem(tmp_path / "out", "out")
+    problem = check_folder(tmp_path / "out", "out")
     assert problem is not None
     assert f"{tmp_path} is not writable for you" in problem
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.core.jsonl import JsonLines, latest_attempt, read_as, read_metrics
+from ds_pretrain.core.jsonl import JsonLines, read_as, read_metrics, select_latest_attempt
 
 
 def step(step: int, attempt: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_p51_the_latest_attempt_supersedes_all_steps_from_where_it_starts_again(
         *(step(s, 2) for s in range(6, 8)),
         {"event": "warning", "attempt": 2},
     ]
-    kept = latest_attempt(history)
+    kept = select_latest_attempt(history)
     assert [(r["step"], r["attempt"]) for r in kept] == [
         (1, 1),
         (2, 1),
@@ -120,9 +120,9 @@ def test_p51_the_latest_attempt_supersedes_all_steps_from_where_it_starts_again(
         (6, 2),
         (7, 2),
     ]
-    assert [r["losses"]["web"] for r in latest_attempt(history, "validation")] == [1.0]
+    assert [r["losses"]["web"] for r in select_latest_attempt(history, "validation")] == [1.0]
     twice = [*history, *(step(s, 3) for s in range(4, 10))]
-    assert [r["attempt"] for r in latest_attempt(twice)] == [1, 1, 1, 3, 3, 3, 3, 3, 3]
+    assert [r["attempt"] for r in select_latest_attempt(twice)] == [1, 1, 1, 3, 3, 3, 3, 3, 3]
 
 
 def test_a_validation_repeated_after_a_resume_counts_once() -> None:
@@ -132,7 +132,7 @@ def test_a_validation_repeated_after_a_resume_counts_once() -> None:
         {"event": "validation", "step": 2, "attempt": 1, "losses": {"web": 1.0}},
     ]
     history.append({"event": "validation", "step": 2, "attempt": 2, "losses": {"web": 1.5}})
-    assert [r["attempt"] for r in latest_attempt(history, "validation")] == [2]
+    assert [r["attempt"] for r in select_latest_attempt(history, "validation")] == [2]
 
 
 @dataclass(frozen=True)

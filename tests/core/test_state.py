@@ -34,10 +34,10 @@ def test_a_state_of_another_version_is_refused() -> None:
 def test_a_finished_step_moves_the_step_and_the_count_of_healthy_ones() -> None:
     state = RunState(step=4, ledger=SkipLedger((skip(1, 2),)))
     after = state.after_step()
-    assert after == RunState(step=5, ledger=state.ledger, num_healthy=1)
+    assert after == RunState(step=5, ledger=state.ledger, num_healthy_steps=1)
     assert after.num_updates == 5
     dropped = after.after_step(applied=False, healthy=False)
-    assert dropped == RunState(step=6, ledger=state.ledger, num_skipped_updates=1, num_healthy=0)
+    assert dropped == RunState(step=6, ledger=state.ledger, num_skipped_updates=1, num_healthy_steps=0)
     assert dropped.num_updates == 5
 
 

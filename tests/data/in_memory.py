@@ -8,7 +8,7 @@ import numpy as np
 from ds_pretrain.config.timeline import Timeline, parse_duration
 from ds_pretrain.core.distributed import World
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from tests.timelines import single_phase
 
@@ -41,7 +41,7 @@ def feed_of(
     rank: int = 0,
     size: int = 1,
     micro_batch_size: int = 1,
-) -> Feed:
+) -> BatchLoader:
     """The feed of one rank; no process is needed."""
     micro = dict.fromkeys(sampler.mixtures, micro_batch_size)
-    return Feed(sampler, sources, World(rank, size, rank), micro)
+    return BatchLoader(sampler, sources, World(rank, size, rank), micro)

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from ds_pretrain.config.timeline import Segment, Timeline, changed_chunks, chunk_lengths, chunk_problems
+from ds_pretrain.config.timeline import (
+    Segment,
+    Timeline,
+    check_chunk_lengths,
+    compute_chunk_lengths,
+    find_changed_chunks,
+)
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Skip, SkipLedger
 from ds_pretrain.data import chunks as module
@@ -33,7 +39,7 @@ def test_p03_any_step_of_any_run_reads_what_a_walk_from_the_start_reads(windows:
     for case in cases(range(12)):
         walked, sampler = case.walked(), case.sampler
         for step, expected in enumerate(walked.steps):
-            assert sampler.ids(step, case.ledger).listed() == expected
+            assert sampler.ids(step, case.ledger).to_list() == expected
             num_epochs.update(epoch for _, epoch, _ in expected)
         num_lengths[len({segment.seq_len for segment in case.line.segments})] += 1
     assert max(num_epochs) >= 5  # the cases reach what they are for
@@ -51,7 +57,7 @@ def test_p39_no_token_is_read_twice_before_its_epoch_is_through(windows: None) -
             ids = case.sampler.at_draws(
                 phase, seq_lens[phase], np.arange(len(drawn), dtype=np.uint64), 0, case.ledger
             )
-            for name, epoch, sample in ids.listed():
+            for name, epoch, sample in ids.to_list():
                 first = sample * seq_lens[phase]
                 times[name].update((epoch, first + at) for at in range(seq_lens[phase]))
                 assert epoch >= last_epoch.get(name, 0)  # one epoch after another
@@ -90,12 +96,12 @@ def test_what_an_entry_of_the_ledger_leaves_out_is_what_would_have_been_read() -
     for case in cases(range(80, 92)):
         drawn = case.walked().drawn
         for skip in case.ledger.skips:
-            told = case.sampler.skipped(skip, case.ledger).listed()
+            told = case.sampler.skipped(skip, case.ledger).to_list()
             known = drawn[skip.phase][skip.start : skip.stop]  # a skip may reach past the end of its phase
             assert told[: len(known)] == known
             num_skips += len(known) > 0
             others = SkipLedger(tuple(s for s in case.ledger.skips if s.phase != skip.phase))
-            assert case.sampler.skipped(skip, others).listed() == told
+            assert case.sampler.skipped(skip, others).to_list() == told
     assert num_skips > 6
 
 
@@ -104,7 +110,7 @@ def test_a_skip_moves_the_phases_after_it_on_and_leaves_those_before_alone() -> 
     sampler = make_sampler(7, line, _all(("one", "two", "three"), a=1.0), {"a": source_of(1000)})
     skipping = SkipLedger((Skip("two", 30, 50, "spike", 5, 1),))
     straight, moved = (
-        [sample for step in range(30) for sample in sampler.ids(step, ledger).listed()]
+        [sample for step in range(30) for sample in sampler.ids(step, ledger).to_list()]
         for ledger in (SkipLedger(), skipping)
     )
     assert moved == straight[:110] + straight[130:] + moved[220:]
@@ -117,8 +123,8 @@ def test_phases_of_one_length_read_on_as_if_they_were_one() -> None:
     whole = make_sampler(7, timeline([("m", 4, [(61, 8)])]), {"m": {"a": 1.0}}, {"a": source_of(100)})
     parts = timeline([("m", 4, [(7, 8)]), ("n", 4, [(20, 16), (5, 8)]), ("o", 4, [(9, 8)])])
     split = make_sampler(7, parts, _all("mno", a=1.0), {"a": source_of(100)})
-    expected = [sample for step in range(61) for sample in whole.ids(step, SkipLedger()).listed()]
-    found = [sample for step in range(41) for sample in split.ids(step, SkipLedger()).listed()]
+    expected = [sample for step in range(61) for sample in whole.ids(step, SkipLedger()).to_list()]
+    found = [sample for step in range(41) for sample in split.ids(step, SkipLedger()).to_list()]
     assert found == expected
     assert len(found) == 488
 
@@ -128,8 +134,8 @@ def test_a_phase_of_the_same_length_reads_the_window_to_its_end(windows: None) -
     sources, weights = {"a": source_of(3200)}, _all("mn", a=1.0)
     one = make_sampler(7, timeline([("m", 4, [(2 * odd, 1)])]), weights, sources, chunks)
     two = make_sampler(7, timeline([("m", 4, [(odd, 1)]), ("n", 4, [(odd, 1)])]), weights, sources, chunks)
-    assert [one.ids(step, SkipLedger()).listed() for step in range(2 * odd)] == [
-        two.ids(step, SkipLedger()).listed() for step in range(2 * odd)
+    assert [one.ids(step, SkipLedger()).to_list() for step in range(2 * odd)] == [
+        two.ids(step, SkipLedger()).to_list() for step in range(2 * odd)
     ]
 
 
@@ -144,8 +150,8 @@ def test_what_lies_ahead_does_not_move_what_was_read() -> None:
         weights = {**case.weights, "new": {"b": 1.0, "c": 2.0}}
         known = chunks | {name: 64 for name in "bc" if name not in chunks}
         changed = make_sampler(7, Timeline((*past, ahead)), weights, case.sources, known)
-        assert [changed.ids(s, case.ledger).listed() for s in range(step)] == [
-            case.sampler.ids(s, case.ledger).listed() for s in range(step)
+        assert [changed.ids(s, case.ledger).to_list() for s in range(step)] == [
+            case.sampler.ids(s, case.ledger).to_list() for s in range(step)
         ]
 
 
@@ -200,7 +206,7 @@ def test_the_order_of_windows_is_pinned() -> None:
     line = timeline([("main", 4, [(40, 8)]), ("long", 16, [(40, 8)])])
     sources = {"a": source_of(400), "b": source_of(3000)}
     sampler = make_sampler(7, line, _all(("main", "long"), a=0.5, b=0.5), sources)
-    assert [sampler.ids(step, SkipLedger()).listed() for step in (3, 39, 40)] == [
+    assert [sampler.ids(step, SkipLedger()).to_list() for step in (3, 39, 40)] == [
         [
             ("a", 0, 106),
             ("a", 0, 54),
@@ -251,7 +257,7 @@ def test_lengths_that_do_not_divide_a_chunk_are_refused_by_name(declared: int | 
     seq_lens = {"main": 4096, "odd": 6000, "long": 8192}
     weights = {"main": {"web": 1.0, "code": 1.0}, "odd": {"code": 1.0}, "long": {"web": 1.0}}
     chunks = {"web": declared or 8192, "code": declared or 6000}
-    problems = chunk_problems(seq_lens, weights, chunks)
+    problems = check_chunk_lengths(seq_lens, weights, chunks)
     if declared is None:
         assert problems == [
             "phases.main.seq_len = 4,096: sources.code is read in chunks of 6,000 tokens (its phases take "
@@ -271,11 +277,11 @@ def test_a_source_is_cut_into_what_is_declared_or_into_its_longest_samples() -> 
     seq_lens = {"main": 4096, "long": 32768}
     weights = {"main": {"web": 1.0, "code": 1.0}, "long": {"web": 1.0, "books": 1.0}}
     declared = {"code": 8192, "web": None, "unused": 64}
-    assert chunk_lengths(seq_lens, weights, declared) == {"web": 32768, "code": 8192, "books": 32768}
+    assert compute_chunk_lengths(seq_lens, weights, declared) == {"web": 32768, "code": 8192, "books": 32768}
     line = timeline([("main", 4, [(9, 1)])])
     sampler = make_sampler(7, line, {"main": {"a": 1.0}}, {"a": source_of(64)}, {"a": 16})
     assert (sampler.chunks["a"].num_chunks, sampler.chunks["a"].chunk_tokens) == (16, 16)
-    shuffled = [sampler.ids(step, SkipLedger()).listed()[0][2] for step in range(4)]
+    shuffled = [sampler.ids(step, SkipLedger()).to_list()[0][2] for step in range(4)]
     assert len({sample // 4 for sample in shuffled}) == 1  # the pieces of a window of one chunk
 
 
@@ -287,7 +293,7 @@ def test_a_sampler_of_lengths_that_do_not_divide_is_refused() -> None:
 
 def test_chunks_that_change_under_a_run_are_refused_with_the_way_out() -> None:
     old = {"web": 4096, "code": 32768, "math": 4096, "gone": 4096}
-    longer, shorter = changed_chunks(old, {"web": 32768, "code": 4096, "math": 4096, "new": 512})
+    longer, shorter = find_changed_chunks(old, {"web": 32768, "code": 4096, "math": 4096, "new": 512})
     assert longer == (
         "sources.web was read in chunks of 4,096 tokens, and would go on in chunks of 32,768: what was read "
         "would be read again, and other tokens left out; set sources.web.chunk_tokens = 4096, and give the "

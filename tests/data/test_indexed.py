@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.data.indexed import HEADER_BYTES, IndexedWriter, dtype_for, open_source, partial_folder
+from ds_pretrain.data.indexed import HEADER_BYTES, IndexedWriter, choose_dtype, open_source, partial_folder
 
 MEGATRON = Path(__file__).parent / "megatron"
 EXPECTED = json.loads((MEGATRON / "expected.json").read_text())
@@ -330,7 +330,7 @@ def test_the_bytes_are_those_that_megatron_lm_and_gpt_neox_write(
     ("vocab_size", "name"), [(1, "uint16"), (65_536, "uint16"), (65_537, "int32"), (2**31, "int32")]
 )
 def test_p36_the_token_type_holds_the_last_id(tmp_path: Path, vocab_size: int, name: str) -> None:
-    assert dtype_for(vocab_size).name == name
+    assert choose_dtype(vocab_size).name == name
     writer = IndexedWriter(tmp_path / "edge", vocab_size)
     writer.add([np.array([vocab_size - 1, 0])])
     writer.finish({})
@@ -340,7 +340,7 @@ def test_p36_the_token_type_holds_the_last_id(tmp_path: Path, vocab_size: int, n
 @pytest.mark.parametrize("vocab_size", [0, -1, 2**31 + 1])
 def test_p36_a_vocabulary_that_no_token_type_holds_is_refused(vocab_size: int) -> None:
     with pytest.raises(InputError, match=f"a vocabulary of {vocab_size} entries; expected 1 to 2147483648"):
-        dtype_for(vocab_size)
+        choose_dtype(vocab_size)
 
 
 @pytest.mark.parametrize(("wrong", "vocab_size"), [(65_536, 65_536), (300, 257), (-1, 257), (2**31, 100_000)])

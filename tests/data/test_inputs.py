@@ -11,7 +11,7 @@ import pytest
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import inputs as module
 from ds_pretrain.data.indexed import IndexedWriter
-from ds_pretrain.data.inputs import DocumentMode, Input, find_inputs, identity, read_documents
+from ds_pretrain.data.inputs import DocumentMode, Input, compute_identity, find_inputs, read_documents
 
 
 def names(inputs: list[Input], folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def test_a_file_with_a_nul_byte_is_refused_by_name_and_left_out_and_said_in_a_fo
 
 
 def test_what_is_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "problem_of_name", lambda name, kind: None)
+    monkeypatch.setattr(module, "find_name_problem", lambda name, kind: None)
     fill(tmp_path, "texts/a.txt")
     (tmp_path / "link.txt").symlink_to("texts/a.txt")
     here = os.path.relpath(tmp_path)
@@ -257,7 +257,7 @@ def test_another_name_is_a_hub_data_set_and_its_failure_is_explained(monkeypatch
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    monkeypatch.setattr(module, "problem_of_name", lambda name, kind: None)
+    monkeypatch.setattr(module, "find_name_problem", lambda name, kind: None)
     (one,) = find_inputs(["owner/set:en"], "file")
     with pytest.raises(
         InputError,
@@ -276,7 +276,13 @@ def test_the_identity_follows_names_sizes_and_times() -> None:
         Input("a", "text", 4, 5),
         Input("a", "text", 3, 6),
     ]
-    assert len({identity([x]) for x in [one, *others]} | {identity([one, one]), identity([])}) == 7
+    assert (
+        len(
+            {compute_identity([x]) for x in [one, *others]}
+            | {compute_identity([one, one]), compute_identity([])}
+        )
+        == 7
+    )
 
 
 ROWS = [{"text": f"row {n}", "other": n} for n in range(1200)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ds_pretrain.data import inspect as inspect_module
-from ds_pretrain.data.indexed import IndexedWriter, TokenSource, file_of, open_source
-from ds_pretrain.data.inspect import Passage, check_source, describe_source, passages
+from ds_pretrain.data.indexed import IndexedWriter, TokenSource, corpus_file, open_source
+from ds_pretrain.data.inspect import Passage, check_source, describe_source, read_passages
 from ds_pretrain.data.sampler import SampleIds
-from ds_pretrain.data.tokenizer import Tokenizer, tokenizer_of
+from ds_pretrain.data.tokenizer import Tokenizer, open_tokenizer_of
 
 MEGATRON = Path(__file__).parent / "megatron"
 
@@ -152,7 +152,7 @@ def test_a_passage_has_the_text_of_its_tokens_and_every_document_that_they_lie_i
     book = _source(tmp_path / "book", {"tokenizer": "bytes"})
     for seq_len in (1, 2, 3, 7, 20):
         samples = list(range(book.num_samples(seq_len)))
-        for found in passages(_ids(samples, seq_len), samples, {"book": book}):
+        for found in read_passages(_ids(samples, seq_len), samples, {"book": book}):
             start = found.sample * seq_len
             tokens = STREAM[start : start + seq_len + 1]
             assert found.text == "<|endoftext|>".join(
@@ -164,7 +164,7 @@ def test_a_passage_has_the_text_of_its_tokens_and_every_document_that_they_lie_i
 def test_passages_come_in_the_order_asked_for_from_all_sources(tmp_path: Path) -> None:
     sources = {name: _source(tmp_path / name, {"tokenizer": "bytes"}) for name in ("book", "web")}
     ids = _ids([0, 2, 1], 5, [0, 1, 0])
-    assert passages(ids, [2, 1, 2], sources) == [
+    assert read_passages(ids, [2, 1, 2], sources) == [
         Passage("book", 2, 1, (0,), " words"),
         Passage("web", 1, 2, (0, 1), "s<|endoftext|>2nd<|endoftext|>"),
         Passage("book", 2, 1, (0,), " words"),
@@ -182,7 +182,7 @@ def test_documents_of_several_sequences_and_without_tokens_are_told_apart(
         monkeypatch.setattr(inspect_module, "_CHUNK", chunk)
         for seq_len in (1, 2, 3, 9):
             samples = list(range(source.num_samples(seq_len)))
-            found = [p.documents for p in passages(_ids(samples, seq_len), samples, {"book": source})]
+            found = [p.documents for p in read_passages(_ids(samples, seq_len), samples, {"book": source})]
             assert found == [
                 tuple(sorted(set(owners[s * seq_len : s * seq_len + seq_len + 1]))) for s in samples
             ]
@@ -190,14 +190,14 @@ def test_documents_of_several_sequences_and_without_tokens_are_told_apart(
 
 def test_without_a_tokenizer_the_ids_are_shown_and_it_is_said(tmp_path: Path) -> None:
     book = _source(tmp_path / "book", {})
-    [found] = passages(_ids([0], 3), [0], {"book": book})
+    [found] = read_passages(_ids([0], 3), [0], {"book": book})
     assert found.text == "[token ids: no tokenizer is known for book] 102 105 114 115"
 
 
 def test_a_lost_tokenizer_costs_the_text_and_not_the_passage(tmp_path: Path) -> None:
     book = _source(tmp_path / "book", {"tokenizer": str(tmp_path / "gone")})
-    [found] = passages(_ids([0], 3), [0], {"book": book})
-    assert f"[token ids: {file_of(book.prefix, 'json')}: its tokenizer is neither" in found.text
+    [found] = read_passages(_ids([0], 3), [0], {"book": book})
+    assert f"[token ids: {corpus_file(book.prefix, 'json')}: its tokenizer is neither" in found.text
     assert found.text.endswith("] 102 105 114 115")
 
 
@@ -209,11 +209,11 @@ def test_a_tokenizer_is_loaded_only_where_a_passage_is_asked_for(
 
     def counting(source: TokenSource) -> Tokenizer | None:
         loaded.append(source.prefix)
-        return tokenizer_of(source)
+        return open_tokenizer_of(source)
 
-    monkeypatch.setattr(inspect_module, "tokenizer_of", counting)
+    monkeypatch.setattr(inspect_module, "open_tokenizer_of", counting)
     ids = _ids([0, 1, 2], 3, [0, 1, 1])
-    assert passages(ids, [], sources) == []
+    assert read_passages(ids, [], sources) == []
     assert loaded == []
-    passages(ids, [1, 2], sources)
+    read_passages(ids, [1, 2], sources)
     assert loaded == [tmp_path / "web"]

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.core.state import RunState, Skip, SkipLedger
-from ds_pretrain.data.filtered import view
+from ds_pretrain.data.filtered import open_filtered
 from ds_pretrain.data.indexed import IndexedWriter, TokenSource, open_source
-from ds_pretrain.data.loader import Batch, Feed, to_micro_batch, validation_batches
+from ds_pretrain.data.loader import Batch, BatchLoader, build_micro_batch, read_validation_batches
 from ds_pretrain.data.validation_set import make_validation_set
 from tests.data.in_memory import SEQ_LEN, feed_of, sampler_of, source_of
 
@@ -69,13 +69,13 @@ def _tokens(batches: list[Batch]) -> list[list[int]]:
 def test_the_global_batch_is_the_same_list_of_samples_for_every_world(step: int) -> None:
     expected = [
         SOURCES[name].sample(sample, SEQ_LEN).tolist()
-        for name, _, sample in sampler_of(SOURCES).ids(step, SkipLedger()).listed()
+        for name, _, sample in sampler_of(SOURCES).ids(step, SkipLedger()).to_list()
     ]
     checksum = sum(crc32(np.array(row, dtype=np.int64).tobytes()) for row in expected)
     for size in WORLDS:
         batches = _batches(size, step)
         assert _tokens(batches) == expected
-        assert {tuple(batch.ids.listed()) for batch in batches} == {tuple(batches[0].ids.listed())}
+        assert {tuple(batch.ids.to_list()) for batch in batches} == {tuple(batches[0].ids.to_list())}
         assert sum(sum(batch.checksums) for batch in batches) == checksum
         assert {batch.num_valid_tokens for batch in batches} == {24 * SEQ_LEN}
 
@@ -98,7 +98,7 @@ def test_p43_every_rank_has_as_many_micro_batches_of_one_shape(micro_batch_size:
 
 
 def test_the_labels_are_the_tokens_that_follow_and_none_is_ignored_because_of_its_id() -> None:
-    micro = to_micro_batch(np.array([[5, 0, 256, 256, 2], [1, 2, 3, 4, 5]]))
+    micro = build_micro_batch(np.array([[5, 0, 256, 256, 2], [1, 2, 3, 4, 5]]))
     assert micro.input_ids.tolist() == [[5, 0, 256, 256], [1, 2, 3, 4]]
     assert micro.labels.tolist() == [[0, 256, 256, 2], [2, 3, 4, 5]]
 
@@ -106,7 +106,7 @@ def test_the_labels_are_the_tokens_that_follow_and_none_is_ignored_because_of_it
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_ignored_label_leaves_the_inputs_as_they_are(rows: int) -> None:
     tokens = np.arange(rows * 5).reshape(rows, 5)
-    micro = to_micro_batch(tokens)
+    micro = build_micro_batch(tokens)
     micro.labels[:] = IGNORED
     assert micro.input_ids.tolist() == [[5 * row + place for place in range(4)] for row in range(rows)]
 
@@ -143,8 +143,10 @@ def test_what_was_read_ahead_for_another_step_or_ledger_is_thrown_away() -> None
         feed.at(RunState(5))
         back = feed.at(RunState(2))
         skipping = feed.at(RunState(6, ledger))
-    assert back.ids.listed() == sampler.ids(2, SkipLedger()).listed()
-    assert skipping.ids.listed() == sampler.ids(6, ledger).listed() != sampler.ids(6, SkipLedger()).listed()
+    assert back.ids.to_list() == sampler.ids(2, SkipLedger()).to_list()
+    assert (
+        skipping.ids.to_list() == sampler.ids(6, ledger).to_list() != sampler.ids(6, SkipLedger()).to_list()
+    )
 
 
 def test_nothing_is_read_past_the_last_step() -> None:
@@ -219,8 +221,12 @@ def _document_of_each_token(source: TokenSource) -> NDArray[np.int64]:
     return np.repeat(np.arange(source.num_documents), source.document_lengths)
 
 
-def _feed_masked(sources: dict[str, TokenSource], rank: int = 0, size: int = 1, micro: int = 1) -> Feed:
-    return Feed(sampler_of(sources), sources, World(rank, size, rank), {"main": micro}, mask_documents=True)
+def _feed_masked(
+    sources: dict[str, TokenSource], rank: int = 0, size: int = 1, micro: int = 1
+) -> BatchLoader:
+    return BatchLoader(
+        sampler_of(sources), sources, World(rank, size, rank), {"main": micro}, mask_documents=True
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -250,7 +256,7 @@ def test_an_opened_source_finds_them_in_its_index_without_copying_it(tmp_path: P
 def test_labels_across_a_boundary_are_ignored_and_documents_are_numbered_from_the_left() -> None:
     rows = np.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
     starts = np.array([[0, 0, 1, 0, 0], [1, 1, 1, 0, 1]], dtype=np.bool_)
-    micro = to_micro_batch(rows, starts)
+    micro = build_micro_batch(rows, starts)
     assert micro.documents is not None
     assert micro.documents.dtype == torch.int32
     assert micro.documents.tolist() == [[0, 0, 1, 1], [0, 1, 2, 2]]
@@ -262,7 +268,7 @@ def test_p37_the_separator_belongs_to_the_document_that_it_ends_and_is_learned()
     documents = [[[1, 2, EOS]], [[3, 4, 5, 6, EOS]], [[7, 8, 1, 2, 3, 4, 5, 6, EOS]]]  # 3, 5 and 9 tokens
     sources = {"only": _source_of_documents(documents)}
     chosen = make_validation_set("held_out", sources["only"], 8, 100, mask_documents=True)
-    [first, second] = validation_batches(chosen, World(), 1)
+    [first, second] = read_validation_batches(chosen, World(), 1)
     assert first.input_ids.tolist() == [[1, 2, EOS, 3, 4, 5, 6, EOS]]
     assert first.labels.tolist() == [[2, EOS, IGNORED, 4, 5, 6, EOS, IGNORED]]
     assert second.labels.tolist() == [[8, 1, 2, 3, 4, 5, 6, EOS]]
@@ -277,7 +283,7 @@ def test_p38_boundaries_come_from_the_index_and_no_token_id_makes_one() -> None:
     documents = [[[EOS, EOS, 1, EOS]], [[2, 3]], [[4, 5], [6, 7, 8]]]
     source = _source_of_documents(documents)
     chosen = make_validation_set("held_out", source, 10, 100, mask_documents=True)
-    [batch] = validation_batches(chosen, World(), 1)
+    [batch] = read_validation_batches(chosen, World(), 1)
     assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2]]
     assert batch.labels.tolist() == [[EOS, 1, EOS, IGNORED, 3, IGNORED, 5, 6, 7, 8]]
@@ -286,7 +292,7 @@ def test_p38_boundaries_come_from_the_index_and_no_token_id_makes_one() -> None:
 def test_a_document_that_began_in_the_row_before_is_the_first_of_its_row() -> None:
     source = _source_of_documents([[[1, 2, 3, 4, 5, 6]], [[7, 8, 1]]])
     chosen = make_validation_set("held_out", source, 4, 100, mask_documents=True)
-    _, second = validation_batches(chosen, World(), 1)
+    _, second = read_validation_batches(chosen, World(), 1)
     assert second.documents is not None
     assert second.documents.tolist() == [[0, 0, 1, 1]]
     assert second.labels.tolist() == [[6, IGNORED, 8, 1]]
@@ -295,7 +301,7 @@ def test_a_document_that_began_in_the_row_before_is_the_first_of_its_row() -> No
 def test_a_document_that_begins_with_the_next_row_takes_the_last_label() -> None:
     source = _source_of_documents([[[1, 2, 3, 4]], [[5, 6, 7, 8, 1]]])
     chosen = make_validation_set("held_out", source, 4, 100, mask_documents=True)
-    first, second = validation_batches(chosen, World(), 1)
+    first, second = read_validation_batches(chosen, World(), 1)
     assert first.labels.tolist() == [[2, 3, 4, IGNORED]]
     assert second.labels.tolist() == [[6, 7, 8, 1]]
 
@@ -313,7 +319,7 @@ def test_every_rank_counts_the_valid_labels_of_the_whole_global_batch(size: int)
         num_valid = sum(int((micro.labels != IGNORED).sum()) for micro in micro_batches)
         assert {batch.num_valid_tokens for batch in batches} == {num_valid}
         assert 0 < num_valid < 24 * SEQ_LEN
-        for micro, (name, _, sample) in zip(micro_batches, batches[0].ids.listed(), strict=True):
+        for micro, (name, _, sample) in zip(micro_batches, batches[0].ids.to_list(), strict=True):
             documents = documents_of[name][sample * SEQ_LEN :][: SEQ_LEN + 1]
             assert micro.documents is not None
             numbers = np.unique(documents[:-1], return_inverse=True)[1]
@@ -348,21 +354,21 @@ def test_documents_are_not_told_apart_unless_asked_for() -> None:
     assert {micro.documents for micro in batch.micro_batches} == {None}
     assert all((micro.labels >= 0).all() for micro in batch.micro_batches)
     chosen = make_validation_set("held_out", sources["only"], SEQ_LEN, 40)
-    assert {micro.documents for micro in validation_batches(chosen, World(), 1)} == {None}
+    assert {micro.documents for micro in read_validation_batches(chosen, World(), 1)} == {None}
 
 
 def test_a_micro_batch_moves_its_tokens_and_keeps_its_documents() -> None:
-    micro = to_micro_batch(np.array([[1, 2, 3]]), np.array([[True, True, False]]))
-    there = micro.on(torch.device("meta"))
+    micro = build_micro_batch(np.array([[1, 2, 3]]), np.array([[True, True, False]]))
+    there = micro.to(torch.device("meta"))
     assert there.input_ids.device.type == there.labels.device.type == "meta"
     assert there.documents is micro.documents
 
 
 def test_the_boundaries_of_a_view_are_those_of_its_own_documents() -> None:
     source = _source_of_documents([[[1, 2, 3]], [[4]], [[5, 6, 7]], [[8, 9, 1, 2]], [[3]]])
-    long = view(source, 3, None)
+    long = open_filtered(source, 3, None)
     chosen = make_validation_set("held_out", long, 9, 100, mask_documents=True)
-    [batch] = validation_batches(chosen, World(), 1)
+    [batch] = read_validation_batches(chosen, World(), 1)
     assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 8, 9, 1]]
     assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 2]]

@@ -46,7 +46,7 @@ def test_p03_a_resume_at_any_draw_continues_the_numbers() -> None:
     mixture = make_mixture(WEIGHTS, key=9)
     straight = mixture.locate(np.arange(3 * BLOCK_DRAWS))
     for start in (1, 24, BLOCK_DRAWS - 1, BLOCK_DRAWS, BLOCK_DRAWS + 500, 2 * BLOCK_DRAWS + 4000):
-        module._layout.cache_clear()  # a new process
+        module._build_layout.cache_clear()  # a new process
         before = mixture.draws_of_source_before(start)
         source, number = mixture.locate(np.arange(start, 3 * BLOCK_DRAWS))
         assert source.tolist() == straight[0][start:].tolist()
@@ -88,7 +88,7 @@ def test_blocks_are_shuffled_differently_and_sources_are_spread() -> None:
 
 def test_every_place_of_a_block_is_as_likely_to_read_a_source() -> None:
     mixture = make_mixture({"a": 0.5, "b": 0.5}, key=3)
-    layouts = np.stack([module._layout(mixture.quotas, mixture.key, block)[0] for block in range(2000)])
+    layouts = np.stack([module._build_layout(mixture.quotas, mixture.key, block)[0] for block in range(2000)])
     deviations = (layouts.mean(axis=0) - 0.5) / (0.5 / np.sqrt(2000))  # of each place, in standard errors
     assert np.abs(deviations).max() < 5
     assert 0.9 < deviations.std() < 1.1
@@ -181,6 +181,6 @@ def test_no_draws_are_located_as_none() -> None:
 def test_a_million_draws_lay_each_block_out_once() -> None:
     """What they cost (the time of it: benchmarks/data_order.py)."""
     mixture = make_mixture({"a": 5, "b": 3, "c": 1}, key=12)
-    module._layout.cache_clear()
+    module._build_layout.cache_clear()
     mixture.locate(np.arange(1_000_000, dtype=np.uint64))
-    assert module._layout.cache_info().misses == -(-1_000_000 // BLOCK_DRAWS)
+    assert module._build_layout.cache_info().misses == -(-1_000_000 // BLOCK_DRAWS)

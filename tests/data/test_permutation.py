@@ -20,13 +20,13 @@ def test_every_index_is_visited_once(size: int) -> None:
 def unpermute(values: Words, size: int, key: int | Words) -> Words:
     """The inverse of `permute`: each round taken back, from the last, until the value is in the set again."""
     keys = module._mix(np.broadcast_to(np.asarray(key, dtype=np.uint64), values.shape).copy())
-    (a, b), values, outside = module._sides(size), values.copy(), np.arange(values.size)
+    (a, b), values, outside = module._choose_radices(size), values.copy(), np.arange(values.size)
     while outside.size:
         left, right = np.divmod(values[outside], np.uint64(b))
-        for number in range(module._num_rounds(size) - 2, -1, -2):
-            taken = module._round(left, keys[outside], number + 1, b)
+        for number in range(module._choose_num_rounds(size) - 2, -1, -2):
+            taken = module._apply_round(left, keys[outside], number + 1, b)
             right = module._add(right, np.uint64(b) - taken, b)
-            left = module._add(left, np.uint64(a) - module._round(right, keys[outside], number, a), a)
+            left = module._add(left, np.uint64(a) - module._apply_round(right, keys[outside], number, a), a)
         values[outside] = left * np.uint64(b) + right
         outside = outside[values[outside] >= np.uint64(size)]
     return values

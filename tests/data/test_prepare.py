@@ -22,7 +22,7 @@ from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, InputError, 
 from ds_pretrain.data import prepare as prepare_module
 from ds_pretrain.data.indexed import IndexedWriter, open_source
 from ds_pretrain.data.inspect import check_source, describe_source
-from ds_pretrain.data.prepare import Batch, PrepareOptions, Summary, interruptible, prepare
+from ds_pretrain.data.prepare import DocumentBatch, PrepareOptions, Summary, prepare, raise_on_signals
 from ds_pretrain.data.tokenizer import load_tokenizer
 
 ENDS = ("bin", "idx", "json")
@@ -169,7 +169,7 @@ def test_work_that_ends_anywhere_continues_without_starting_over(
     monkeypatch.setattr(prepare_module, "SYNC_TOKENS", 50_000)
     read_batches, starts = prepare_module.read_batches, []
 
-    def dies_later(*args: Any) -> Iterator[Batch]:
+    def dies_later(*args: Any) -> Iterator[DocumentBatch]:
         starts.append(args[2].documents)
         for number, batch in enumerate(read_batches(*args)):
             if number == 15:
@@ -247,7 +247,7 @@ def interrupt(
         patch.setattr(prepare_module, "_BATCH_CHARACTERS", 20_000)
         patch.setattr(prepare_module, "SYNC_TOKENS", sync_tokens)
 
-        def dies(*args: Any) -> Iterator[Batch]:
+        def dies(*args: Any) -> Iterator[DocumentBatch]:
             for number, batch in enumerate(read_batches(*args)):
                 if number == after:
                     raise Killed
@@ -594,7 +594,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible():
+        with raise_on_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:

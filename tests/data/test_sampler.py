@@ -16,7 +16,7 @@ NO_SKIPS = SkipLedger()
 
 
 def _order(sampler: Sampler, steps: range, ledger: SkipLedger = NO_SKIPS) -> list[tuple[str, int, int]]:
-    return [sample for step in steps for sample in sampler.ids(step, ledger).listed()]
+    return [sample for step in steps for sample in sampler.ids(step, ledger).to_list()]
 
 
 def _epochs(order: list[tuple[str, int, int]], name: str) -> list[list[int]]:
@@ -50,11 +50,11 @@ def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
 
 def test_p03_a_resume_inside_a_later_epoch_reads_what_the_run_would_have_read() -> None:
     sources = {"few": source_of(60, 1), "many": source_of(700, 2)}
-    straight = [sampler_of(sources).ids(step, NO_SKIPS).listed() for step in range(40)]
+    straight = [sampler_of(sources).ids(step, NO_SKIPS).to_list() for step in range(40)]
     assert max(epoch for name, epoch, _ in straight[20] if name == "few") >= 3
     for start in (1, 20, 33):  # a new process each time: nothing but the step is known to it
         resumed = sampler_of(sources)
-        assert [resumed.ids(step, NO_SKIPS).listed() for step in range(start, 40)] == straight[start:]
+        assert [resumed.ids(step, NO_SKIPS).to_list() for step in range(start, 40)] == straight[start:]
 
 
 def test_p03_no_offset_of_a_resume_is_left_in_later_epochs() -> None:
@@ -81,9 +81,9 @@ def test_p06_the_work_of_finding_a_batch_does_not_depend_on_the_step(monkeypatch
     work = []
     for step in (10, 1_000_000):
         elements.clear()
-        mixture._layout.cache_clear()
+        mixture._build_layout.cache_clear()
         sampler.ids(step, NO_SKIPS)
-        work.append((sum(elements), mixture._layout.cache_info().misses))
+        work.append((sum(elements), mixture._build_layout.cache_info().misses))
     assert work == [(24, 1)] * 2  # the sample of each of the 24 draws, and the layout of their block
 
 
@@ -91,7 +91,7 @@ def test_the_order_of_one_phase_is_pinned() -> None:
     """Another number here means that no checkpoint continues the run that it came from."""
     sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, sequences=8)
     ledger = NO_SKIPS.with_skip(Skip("main", 35, 50, "spike", 5, 1))
-    assert {step: sampler.ids(step, ledger).listed() for step in (0, 5, 999)} == {
+    assert {step: sampler.ids(step, ledger).to_list() for step in (0, 5, 999)} == {
         0: [
             ("many", 0, 657),
             ("many", 0, 558),
@@ -143,7 +143,7 @@ def test_the_draws_that_a_ledger_skips_can_be_named_and_are_what_the_run_would_h
     sampler = sampler_of({"few": source_of(60, 1), "many": source_of(700, 2)}, sequences=10)
     straight = _order(sampler, range(12))
     skipped = sampler.at_draws("main", sampler.timeline.at(0).seq_len, np.arange(35, 50, dtype=np.uint64), 3)
-    assert skipped.listed() == straight[35:50]
+    assert skipped.to_list() == straight[35:50]
     assert (skipped.step, skipped.draw.tolist()) == (3, list(range(35, 50)))
 
 
@@ -159,7 +159,7 @@ def test_where_a_phase_begins_is_worked_out_once_and_little_is_remembered(
     sources = {"a": source_of(100, 1), "b": source_of(60, 2)}
     weights = {name: {"a": 1.0, "b": 1.0} for name, _, _ in phases}
     ledgers = [SkipLedger((Skip("phase 1", 3, 3 + n, "spike", 7, 1),)) for n in range(1, 40)]
-    expected = [make_sampler(7, timeline(phases), weights, sources).ids(25, one).listed() for one in ledgers]
+    expected = [make_sampler(7, timeline(phases), weights, sources).ids(25, one).to_list() for one in ledgers]
     assert expected[0] != expected[1]
     sampler = make_sampler(7, timeline(phases), weights, sources)
     walks: list[tuple[str, SkipLedger]] = []
@@ -173,7 +173,7 @@ def test_where_a_phase_begins_is_worked_out_once_and_little_is_remembered(
     for step in (25, 26, 27, 3, 25):
         sampler.ids(step, ledgers[0])
     assert walks == [("phase 5", ledgers[0]), ("phase 0", ledgers[0])]
-    assert [sampler.ids(25, ledger).listed() for ledger in ledgers] == expected
+    assert [sampler.ids(25, ledger).to_list() for ledger in ledgers] == expected
     assert len(sampler._starts) <= 16
-    assert sampler.ids(25, ledgers[0]).listed() == expected[0]  # forgotten, and worked out again
+    assert sampler.ids(25, ledgers[0]).to_list() == expected[0]  # forgotten, and worked out again
     assert make_sampler(7, timeline(phases), weights, sources)._starts == {}

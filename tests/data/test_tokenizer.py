@@ -13,7 +13,7 @@ import tokenizers
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.data import tokenizer as module
 from ds_pretrain.data.indexed import IndexedWriter, TokenSource, open_source
-from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, tokenizer_of, train_tokenizer
+from ds_pretrain.data.tokenizer import Tokenizer, copy_of, load_tokenizer, open_tokenizer_of, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café ☃ 𝄞", "<|endoftext|> is text here", ""]
 
@@ -247,42 +247,42 @@ def test_a_source_gives_its_tokenizer_back_from_any_folder(
     source = corpus(tmp_path / "data/x", loaded)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    again = tokenizer_of(source)
+    again = open_tokenizer_of(source)
     assert again is not None
     assert (again.hash, again.eos_id) == (loaded.hash, 4)
 
 
 def test_a_source_of_bytes_and_a_foreign_one(tmp_path: Path) -> None:
-    loaded = tokenizer_of(corpus(tmp_path / "x", load_tokenizer("bytes")))
+    loaded = open_tokenizer_of(corpus(tmp_path / "x", load_tokenizer("bytes")))
     assert loaded is not None
     assert loaded.name == "bytes"
     (tmp_path / "x.json").unlink()
-    assert tokenizer_of(open_source(tmp_path / "x")) is None
+    assert open_tokenizer_of(open_source(tmp_path / "x")) is None
 
 
 def test_a_tokenizer_that_moved_is_found_beside_the_corpus(tmp_path: Path) -> None:
     loaded = load_tokenizer(str(save_word_level(tmp_path / "tok", eos_token="</s>")))
     source = corpus(tmp_path / "data/x", loaded)
     (tmp_path / "tok").rename(tmp_path / "data/tok")
-    moved = tokenizer_of(source)
+    moved = open_tokenizer_of(source)
     assert moved is not None
     assert (moved.name, moved.hash) == (str(tmp_path / "data/tok"), loaded.hash)
     save_word_level(
         tmp_path / "tok", lambda m: m.add_tokens(["x"]), eos_token="</s>"
     )  # another one, in its place
-    again = tokenizer_of(source)
+    again = open_tokenizer_of(source)
     assert again is not None
     assert again.hash == loaded.hash
     (tmp_path / "data/tok").rename(tmp_path / "gone")
     with pytest.raises(
         InputError, match=rf"x\.json: its tokenizer has hash {loaded.hash[:16]}, .*tok .*: it is another one"
     ):
-        tokenizer_of(source)
+        open_tokenizer_of(source)
     (tmp_path / "tok").rename(tmp_path / "gone too")
     with pytest.raises(
         InputError, match=r"x\.json: its tokenizer is neither .*/tok nor .*/data/tok; put it back"
     ):
-        tokenizer_of(source)
+        open_tokenizer_of(source)
 
 
 def test_loading_a_tokenizer_from_disk_imports_neither_torch_nor_transformers(trained: Path) -> None:

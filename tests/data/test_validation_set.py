@@ -12,17 +12,17 @@ import torch
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import IGNORED
 from ds_pretrain.data.indexed import TokenSource
-from ds_pretrain.data.loader import MicroBatch, prompt_batches, validation_batches
+from ds_pretrain.data.loader import MicroBatch, read_prompt_batches, read_validation_batches
 from ds_pretrain.data.validation_set import (
     DEPTHS,
     NUM_PLACES,
     SHORTEST_PROMPT,
     Prompts,
     ValidationSet,
+    list_prompt_lengths,
     make_prompts,
     make_validation_set,
-    prompt_lengths,
-    scores,
+    score_prompts,
 )
 from tests.data.in_memory import SEQ_LEN, source_of
 
@@ -30,7 +30,8 @@ from tests.data.in_memory import SEQ_LEN, source_of
 def _rounds(chosen: ValidationSet, size: int, micro_batch_size: int) -> list[list[MicroBatch]]:
     """The micro-batches of each rank."""
     return [
-        list(validation_batches(chosen, World(rank, size, rank), micro_batch_size)) for rank in range(size)
+        list(read_validation_batches(chosen, World(rank, size, rank), micro_batch_size))
+        for rank in range(size)
     ]
 
 
@@ -173,7 +174,7 @@ def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, mic
     prompts = _prompts()
     for length, rows in prompts.rows.items():
         ranks = [
-            list(prompt_batches(prompts, length, World(rank, size, rank), micro_batch_size))
+            list(read_prompt_batches(prompts, length, World(rank, size, rank), micro_batch_size))
             for rank in range(size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
@@ -193,16 +194,16 @@ def test_each_prompt_is_asked_once_and_ranks_have_as_many_batches(size: int, mic
 
 
 def test_a_prompt_is_one_document() -> None:
-    micro, _ = next(prompt_batches(_prompts(mask_documents=True), 64, World(), 1))
+    micro, _ = next(read_prompt_batches(_prompts(mask_documents=True), 64, World(), 1))
     assert micro.documents is not None
     assert not micro.documents.any()
-    assert next(prompt_batches(_prompts(), 64, World(), 1))[0].documents is None
+    assert next(read_prompt_batches(_prompts(), 64, World(), 1))[0].documents is None
 
 
 def test_the_score_is_the_share_of_the_surprise_that_hiding_took_away() -> None:
     prompts = _prompts()
     nll = np.array([[0, 20, 40, 80, 100, 80], [80] * 6, [8, 8, 8, 8, 160, 80]], dtype=np.float64)
-    found = scores(prompts, nll.reshape(-1))
+    found = score_prompts(prompts, nll.reshape(-1))
     assert list(found) == ["64", "128", "256"]
     assert found["64"] == {"0": 1.0, "25": 0.75, "50": 0.5, "75": 0.0, "100": -0.25}
     assert set(found["128"].values()) == {0.0}
@@ -214,13 +215,16 @@ def test_prompts_shorter_than_twice_the_question_are_left_out_and_the_longest_is
     for seq_len, lengths in [(16, []), (48, [48]), (96, [64, 96]), (128, [64, 128])]:
         prompts = make_prompts(make_validation_set("web", source_of_tokens(tokens), seq_len, 10 * seq_len))
         assert list(prompts.rows) == lengths
-        assert lengths == prompt_lengths(seq_len)
-        assert scores(prompts, np.zeros(0)) == {} if not lengths else True
+        assert lengths == list_prompt_lengths(seq_len)
+        assert score_prompts(prompts, np.zeros(0)) == {} if not lengths else True
 
 
 def test_the_shortest_prompt_is_half_text() -> None:
     assert SHORTEST_PROMPT == 4 * NEEDLE
-    assert (prompt_lengths(SHORTEST_PROMPT - 1), prompt_lengths(SHORTEST_PROMPT)) == ([], [SHORTEST_PROMPT])
+    assert (list_prompt_lengths(SHORTEST_PROMPT - 1), list_prompt_lengths(SHORTEST_PROMPT)) == (
+        [],
+        [SHORTEST_PROMPT],
+    )
 
 
 def test_two_tokens_are_enough_for_a_key() -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_pretrain.commands.sample import whole_model
+from ds_pretrain.commands.sample import build_whole_model
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.metrics import IGNORED, StepRecord
 from ds_pretrain.core.state import RunState
 from ds_pretrain.data.loader import Batch, MicroBatch
-from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.models.param_groups import build_parameter_groups
 from ds_pretrain.training.step import RankSignals, measure, take_step
 from tests.scenario import LLAMA, deepspeed_json
 
@@ -82,7 +82,7 @@ def step_on(
     engine: Any, plan: Plan, batch: GlobalBatch, micro_batch_size: int, rate: float, world: World
 ) -> StepRecord:
     """One real step of the loop, and its record."""
-    mine = share(batch, world.readers(engine.ranks_a_sequence), micro_batch_size)
+    mine = share(batch, world.data_parallel_world(engine.ranks_a_sequence), micro_batch_size)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
     record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, NO_SIGNALS, world)
     return record
@@ -111,10 +111,10 @@ class Reference:
 
 def reference(plan: Plan, batches: list[GlobalBatch], rate: float) -> Reference:
     """Train in plain torch: whole batches, torch's own loss, clipping and AdamW."""
-    model = whole_model(plan)
+    model = build_whole_model(plan)
     params = plan.deepspeed["optimizer"]["params"]
     options = {"betas": tuple(params["betas"]), "eps": params["eps"], "weight_decay": params["weight_decay"]}
-    optimizer = torch.optim.AdamW(parameter_groups(model, decay_embeddings=False), lr=rate, **options)
+    optimizer = torch.optim.AdamW(build_parameter_groups(model, decay_embeddings=False), lr=rate, **options)
     clip = float(plan.deepspeed["gradient_clipping"])
     losses, z_losses, norms, factors = [], [], [], []
     for batch in batches:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
-from ds_pretrain.engine.engine import ZeroEngine, dtype_of, partition
+from ds_pretrain.engine.engine import ZeroEngine, get_dtype, open_partitioning
 from ds_pretrain.train import main
 from ds_pretrain.training import step as step_module
 from ds_pretrain.training.setup import open_run_engine
@@ -52,7 +52,7 @@ def test_p10_the_rates_in_the_live_groups_after_a_resume_are_the_uninterrupted_o
     resumed = run_ranks(record_run, 1, str(cut_file))[0].rates
 
     asked = load_plan(straight_file).schedule
-    assert straight == {step: [asked.rate(step - 1)] * 2 for step in range(1, 25)}
+    assert straight == {step: [asked.lr(step - 1)] * 2 for step in range(1, 25)}
     assert len({rates[0] for rates in straight.values()}) > 15
     assert set(resumed) >= set(range(5, 25))  # more if the kill caught the save of step 4
     assert resumed == {step: straight[step] for step in resumed}
@@ -291,9 +291,9 @@ def _type_at_birth(world: World, bf16: bool, has_fp16: bool) -> bool:
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: has_fp16
     config = {**deepspeed_json(bf16=bf16), "train_micro_batch_size_per_gpu": 1}
-    with partition(config)():
+    with open_partitioning(config)():
         linear = nn.Linear(4, 4)
-    return linear.weight.ds_tensor.dtype == dtype_of(config)
+    return linear.weight.ds_tensor.dtype == get_dtype(config)
 
 
 @pytest.mark.parametrize("has_fp16", [True, False])

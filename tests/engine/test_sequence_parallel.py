@@ -15,11 +15,11 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import SkipLedger
-from ds_pretrain.engine.sequence_parallel import SharedSequences
+from ds_pretrain.engine.sequence_parallel import SequenceParallel
 from ds_pretrain.training import setup as opening
 from ds_pretrain.training.preflight import prepare_inputs
 from ds_pretrain.training.rollback import find_suspects
-from ds_pretrain.training.setup import open_feed, open_run_engine
+from ds_pretrain.training.setup import open_loader, open_run_engine
 from tests.engine.small import (
     NO_DROPOUT,
     reference,
@@ -83,15 +83,20 @@ def _groups(world: World) -> Any:
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as theirs
 
     theirs.initialize_sequence_parallel(2)
-    ours = SharedSequences(world, 2)
+    ours = SequenceParallel(world, 2)
     ranks = [
         torch.distributed.get_process_group_ranks(g) for g in (ours._group, theirs._SEQUENCE_PARALLEL_GROUP)
     ]
-    with ours.whole():
-        whole = ours.own(torch.arange(8).expand(3, 8)).tolist()
+    with ours.disabled():
+        whole = ours.local_shard(torch.arange(8).expand(3, 8)).tolist()
     with pytest.raises(ValueError, match="rows of 7 tokens cannot be shared by 2 ranks"):
-        ours.own(torch.zeros(1, 7))
-    return ranks, world.readers(2).rank, ours.own(torch.arange(8).expand(3, 8)).tolist(), whole
+        ours.local_shard(torch.zeros(1, 7))
+    return (
+        ranks,
+        world.data_parallel_world(2).rank,
+        ours.local_shard(torch.arange(8).expand(3, 8)).tolist(),
+        whole,
+    )
 
 
 def test_groups_are_neighbors_as_deepspeeds_are_and_each_rank_has_its_span_of_a_row() -> None:
@@ -151,7 +156,7 @@ def _suspects(world: World, run_file: str) -> Any:
     plan = load_plan(run_file)
     inputs = prepare_inputs(plan, world)
     engine = open_run_engine(plan, world)
-    with open_feed(plan, inputs.sources, world) as feed:
+    with open_loader(plan, inputs.sources, world) as feed:
         found = find_suspects(engine, feed, lambda step: None, [1, 2], SkipLedger(), world)
     is_imported = "deepspeed.runtime.sequence_parallel.ulysses_sp" in sys.modules
     return found, gather_objects(world, is_imported)

@@ -11,7 +11,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import RunError
 from ds_pretrain.engine.engine import Engine, Update
-from ds_pretrain.engine.skip_step import dropping_above
+from ds_pretrain.engine.skip_step import skip_updates_above
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, GlobalBatch, share, uneven_batch, whole_weights
@@ -112,5 +112,5 @@ def test_an_optimizer_that_cannot_be_limited_is_an_error_in_words(monkeypatch: p
     monkeypatch.setitem(sys.modules, module.__name__, module)
     optimizer: Any = type("Optimizer", (), {"__module__": module.__name__})()
     said = r"with this DeepSpeed: deepspeed\.elsewhere has none of"
-    with pytest.raises(RunError, match=said), dropping_above(optimizer, 1.0):
+    with pytest.raises(RunError, match=said), skip_updates_above(optimizer, 1.0):
         raise AssertionError("not reached")

@@ -48,9 +48,9 @@ def sum_of_ranks() -> float:
     import deepspeed
     import torch
 
-    from ds_pretrain.engine.engine import quiet_deepspeed
+    from ds_pretrain.engine.engine import silence_deepspeed
 
-    quiet_deepspeed()  # or it compiles a collective, and waits for whoever was killed while compiling
+    silence_deepspeed()  # or it compiles a collective, and waits for whoever was killed while compiling
     deepspeed.init_distributed("gloo")
     value = torch.tensor([float(os.environ["RANK"]) + 1])  # [1]
     deepspeed.comm.all_reduce(value)

@@ -13,7 +13,7 @@ from deepspeed.launcher.runner import parse_args
 
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.launch import command as command_module
-from ds_pretrain.launch.command import Command, compose, count_gpus, free_port
+from ds_pretrain.launch.command import Command, compose, count_gpus, find_free_port
 from ds_pretrain.launch.hostfile import Host
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated virtual environment
@@ -81,7 +81,7 @@ def test_the_tools_of_this_python_come_first_on_the_path(tmp_path: Path, pdsh: d
     assert compose("run.toml", environment={**CPU, "PATH": "/usr/bin:/bin"}).environment["PATH"] == expected
     assert "PATH" not in compose("run.toml", environment={**CPU, "PATH": expected}).environment
     several = compose("run.toml", hostfile=hostfile(tmp_path, "a slots=1\nb slots=1\n"), environment=pdsh)
-    assert several.shipped["PATH"] == f"{own}:{pdsh['PATH']}"
+    assert several.forwarded["PATH"] == f"{own}:{pdsh['PATH']}"
 
 
 def test_all_visible_gpus_are_used_and_exactly_those() -> None:
@@ -153,9 +153,9 @@ def test_several_hosts_get_the_hostfile_and_quoted_overrides(tmp_path: Path, pds
     assert args.user_args == ["run.toml", 'sources.web="x y"', "'name='\"'\"'q'\"'\"''"]
     assert command.hosts == (Host("a", 2), Host("b", 2))
     assert command.over_ssh
-    assert command.shipped["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert command.forwarded["GLOO_SOCKET_IFNAME"] == "eth0"
     cores = len(os.sched_getaffinity(0))
-    assert command.shipped["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert command.forwarded["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert command.withheld == ("WANDB_API_KEY",)
     assert "secret" not in repr(command)
 
@@ -224,11 +224,11 @@ def test_a_missing_launcher_says_how_to_get_it(tmp_path: Path, monkeypatch: pyte
 def test_p48_a_busy_port_is_passed_over_or_refused_with_a_free_one() -> None:
     with socket.create_server(("", 0)) as server:
         busy = server.getsockname()[1]
-        free = free_port(None, busy)
+        free = find_free_port(None, busy)
         assert free > busy
         with pytest.raises(InputError, match=rf"master port {busy} is in use on this host.*; \d+ is free"):
             compose("run.toml", master_port=busy, environment=CPU)
-    assert free_port(busy, 1) == busy
+    assert find_free_port(busy, 1) == busy
     assert understood(compose("run.toml", master_port=busy, environment=CPU)).master_port == busy
 
 

@@ -11,11 +11,11 @@ from deepspeed.launcher.multinode_runner import PDSHRunner
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.redact import is_secret
 from ds_pretrain.launch.environment import (
-    environment_file,
+    format_environment_file,
+    is_unsafe_path,
+    quote_for_remote_shell,
     read_environment_file,
-    unsafe_path,
-    variables_to_ship,
-    word_for_remote_shell,
+    select_variables,
 )
 
 HARD = [
@@ -53,7 +53,7 @@ def through_pdsh_and_ssh(line: str) -> bytes:
 
 @pytest.mark.parametrize("value", HARD)
 def test_p47_values_arrive_byte_for_byte_through_deepspeeds_own_quoting(value: str, tmp_path: Path) -> None:
-    line = environment_file({"HARD": value})
+    line = format_environment_file({"HARD": value})
     deepspeed = runner()
     for entry in line.splitlines():  # as deepspeed/launcher/runner.py reads the file
         deepspeed.add_export(*entry.split("=", maxsplit=1))
@@ -63,20 +63,20 @@ def test_p47_values_arrive_byte_for_byte_through_deepspeeds_own_quoting(value: s
 
 @pytest.mark.parametrize("word", HARD)
 def test_p47_overrides_arrive_byte_for_byte_through_deepspeeds_own_quoting(word: str) -> None:
-    arguments = runner(word_for_remote_shell(word)).user_arguments
+    arguments = runner(quote_for_remote_shell(word)).user_arguments
     assert through_pdsh_and_ssh(" ".join(["printf '%%s|'", *arguments, "end"])) == f"{word}|end|".encode()
 
 
 @pytest.mark.parametrize("value", ["two\nlines", "carriage\rreturn", " blank before", "blank after "])
 def test_p47_a_value_that_cannot_arrive_unchanged_is_refused_by_name_alone(value: str) -> None:
     with pytest.raises(InputError, match="environment variable HF_HOME cannot be sent") as caught:
-        variables_to_ship({"HF_HOME": value}, Path("/nowhere"))
+        select_variables({"HF_HOME": value}, Path("/nowhere"))
     assert value.strip() not in str(caught.value)
 
 
 def test_p47_an_override_with_a_line_break_is_refused() -> None:
     with pytest.raises(InputError, match="a line break cannot be sent to other hosts"):
-        word_for_remote_shell("name=a\nb")
+        quote_for_remote_shell("name=a\nb")
 
 
 def test_only_what_ranks_need_leaves_this_host(tmp_path: Path) -> None:
@@ -90,23 +90,23 @@ def test_only_what_ranks_need_leaves_this_host(tmp_path: Path) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     kept = {"HOME": str(tmp_path), "LANG": "C", "CUDA_VISIBLE_DEVICES": "0", "WANDB_SERVICE": "2-1-tcp-0"}
-    shipped, withheld = variables_to_ship({**needed, **kept}, tmp_path)
+    shipped, withheld = select_variables({**needed, **kept}, tmp_path)
     assert shipped == {**needed, "PYTHONPATH": str(tmp_path)}
     assert withheld == ()
 
 
 def test_the_current_folder_comes_first_on_the_python_path_of_the_hosts(tmp_path: Path) -> None:
-    shipped, _ = variables_to_ship({"PYTHONPATH": "/a b:/c"}, tmp_path)
+    shipped, _ = select_variables({"PYTHONPATH": "/a b:/c"}, tmp_path)
     assert shipped == {"PYTHONPATH": f"{tmp_path}:/a b:/c"}
 
 
 def test_p47_secrets_stay_here_unless_a_person_put_them_into_the_environment_file(tmp_path: Path) -> None:
     environment = {"WANDB_API_KEY": "k", "HF_TOKEN": "t", "MLFLOW_TRACKING_PASSWORD": "p", "HOME": "/nowhere"}
-    shipped, withheld = variables_to_ship(environment, tmp_path)
+    shipped, withheld = select_variables(environment, tmp_path)
     assert withheld == ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "WANDB_API_KEY")
     assert not shipped.keys() & environment.keys()
     (tmp_path / ".deepspeed_env").write_text("WANDB_API_KEY=from file\n")
-    shipped, withheld = variables_to_ship(environment, tmp_path)
+    shipped, withheld = select_variables(environment, tmp_path)
     assert shipped["WANDB_API_KEY"] == "from file"
     assert withheld == ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
@@ -126,7 +126,7 @@ def test_how_a_store_is_reached_goes_to_the_other_hosts_and_its_secrets_do_not(t
         "FSSPEC_S3": '{"secret": "d"}',
         "GOOGLE_APPLICATION_CREDENTIALS": "e",
     }
-    shipped, withheld = variables_to_ship(plain | secret, tmp_path)
+    shipped, withheld = select_variables(plain | secret, tmp_path)
     assert shipped.items() >= plain.items()
     assert withheld == tuple(sorted(secret))
 
@@ -159,10 +159,10 @@ def test_home_and_current_folder_and_ds_env_file_are_read_the_current_one_winnin
     for folder, text in ((home, "A=home\nB=home\n"), (current, "B=current\n")):
         folder.mkdir()
         (folder / "my_env").write_text(text)
-    shipped, _ = variables_to_ship({"HOME": str(home), "DS_ENV_FILE": "my_env"}, current)
+    shipped, _ = select_variables({"HOME": str(home), "DS_ENV_FILE": "my_env"}, current)
     assert (shipped["A"], shipped["B"]) == ("home", "current")
 
 
 def test_paths_that_the_launcher_does_not_quote_must_be_plain() -> None:
-    assert not unsafe_path("/home/me/ds_pretrain-1.0")
-    assert all(map(unsafe_path, ["/a b", "/a'b", "/a$b", "/50%n", "/größe"]))
+    assert not is_unsafe_path("/home/me/ds_pretrain-1.0")
+    assert all(map(is_unsafe_path, ["/a b", "/a'b", "/a$b", "/50%n", "/größe"]))

@@ -8,7 +8,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.launch.hostfile import Host, describe_hosts, host_of_rank, num_ranks, read_hostfile
+from ds_pretrain.launch.hostfile import Host, count_ranks, describe_hosts, find_host_of_rank, read_hostfile
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -108,8 +108,8 @@ def test_p46_the_description_lists_every_host_with_its_ranks() -> None:
 
 def test_ranks_are_counted_through_the_hosts_in_order() -> None:
     hosts = (Host("a", 2), Host("b", 3))
-    assert num_ranks(hosts) == 5
-    names = [host.name if (host := host_of_rank(hosts, rank)) else None for rank in range(6)]
+    assert count_ranks(hosts) == 5
+    names = [host.name if (host := find_host_of_rank(hosts, rank)) else None for rank in range(6)]
     assert names == ["a", "a", "b", "b", "b", None]
 
 

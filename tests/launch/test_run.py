@@ -18,7 +18,7 @@ import pytest
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_NO_PROGRESS, EXIT_PREEMPTED, InputError
 from ds_pretrain.core.run_files import (
     RankRecord,
-    process_start_time,
+    read_process_start_time,
     read_ranks,
     record_exit,
     record_rank,
@@ -26,8 +26,8 @@ from ds_pretrain.core.run_files import (
 )
 from ds_pretrain.launch.command import Command
 from ds_pretrain.launch.hostfile import Host
-from ds_pretrain.launch.processes import alive_ranks, end_ranks
-from ds_pretrain.launch.run import past_hosts, run
+from ds_pretrain.launch.processes import end_ranks, list_alive_ranks
+from ds_pretrain.launch.run import read_past_hosts, run
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = (sys.executable, "-m", "tests.launch.rank")
@@ -78,7 +78,7 @@ def end_by_signals(process: subprocess.Popen[str]) -> None:
 
 
 def ended(pid: int) -> bool:
-    return process_start_time(pid) is None
+    return read_process_start_time(pid) is None
 
 
 def test_a_finished_run_ends_with_zero_and_writes_down_what_it_was(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_finished_run_ends_with_zero_and_writes_down_what_it_was(tmp_path: Pat
     assert run(command, tmp_path) == 0
     [line] = (tmp_path / "launches.jsonl").read_text().splitlines()
     assert json.loads(line)["command"] == list(command.argv)
-    assert past_hosts(tmp_path) == (Host("localhost", 1),)
+    assert read_past_hosts(tmp_path) == (Host("localhost", 1),)
     assert run(command, tmp_path) == 0  # the files of the first start do not stand in the way
     assert len((tmp_path / "launches.jsonl").read_text().splitlines()) == 2
 
@@ -214,12 +214,12 @@ def test_a_run_that_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
 def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
-        start = process_start_time(sleeper.pid)
+        start = read_process_start_time(sleeper.pid)
         assert start is not None
         record = RankRecord(0, os.uname().nodename, sleeper.pid, start)
         other = RankRecord(0, os.uname().nodename, sleeper.pid, start + 1)
         assert end_ranks([other], (), grace_seconds=0.2) == ()
-        assert alive_ranks([record, other], ()) == (record,)
+        assert list_alive_ranks([record, other], ()) == (record,)
         assert end_ranks([record], (), grace_seconds=60) == (record,)
         assert sleeper.wait(60) == -signal.SIGTERM
     finally:
@@ -234,7 +234,7 @@ def test_a_host_that_does_not_answer_counts_as_gone_and_is_named(
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
-    assert alive_ranks([RankRecord(1, "far-away", 77, 1)], (Host("a", 1), Host("x@b", 1))) == ()
+    assert list_alive_ranks([RankRecord(1, "far-away", 77, 1)], (Host("a", 1), Host("x@b", 1))) == ()
     assert (tmp_path / "called").read_text().startswith("-p 2222 -o BatchMode=yes -o ConnectTimeout=10 x@b ")
     assert (
         "host x@b does not answer; its ranks (pids 77) count as gone: unreachable" in capsys.readouterr().err
@@ -245,7 +245,9 @@ def test_a_rank_says_who_it_is_and_half_written_files_are_passed_over(tmp_path: 
     record_rank(tmp_path, 3)
     (tmp_path / "ranks/rank_00004.json").write_text('{"rank": 4')
     [record] = read_ranks(tmp_path)
-    assert record == RankRecord(3, os.uname().nodename, os.getpid(), process_start_time(os.getpid()) or -1)
+    assert record == RankRecord(
+        3, os.uname().nodename, os.getpid(), read_process_start_time(os.getpid()) or -1
+    )
 
 
 def test_the_real_launcher_passes_the_preempted_code_on_and_leaves_nothing(tmp_path: Path) -> None:

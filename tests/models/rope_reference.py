@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_pretrain.models.rope import SUFFIX, rotary_modules
+from ds_pretrain.models.rope import SUFFIX, find_rotary_modules
 
 KINDS = ("default", "linear", "yarn", "llama3")
 
@@ -116,7 +116,7 @@ def check_rope(module: nn.Module) -> RopeCheck:
     """
     worst, problems, unchecked, num_tables = 0.0, list[str](), list[str](), 0
     names = {id(each): name for name, each in module.named_modules()}
-    for rotary in rotary_modules(module):
+    for rotary in find_rotary_modules(module):
         for key, table in rotary.named_buffers(recurse=False):
             if not key.endswith(SUFFIX):
                 continue

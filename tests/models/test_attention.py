@@ -15,9 +15,9 @@ from transformers.integrations import flash_attention as flash_layer
 
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.attention import attention_inputs, document_inputs, refuse_leaks
+from ds_pretrain.models.attention import bind_attention_inputs, build_attention_inputs, refuse_leaks
 from ds_pretrain.models.build import build_model
-from ds_pretrain.models.config_check import mask_warnings, masking_problems
+from ds_pretrain.models.config_check import check_masking, warn_of_large_masks
 from tests.models import tiny
 
 LENGTH = 24
@@ -67,7 +67,7 @@ def _tokens(num_rows: int, seed: int = 0) -> Tensor:
 
 
 def _masked(model: Any, documents: Tensor, **inputs: Tensor) -> Tensor:
-    given = attention_inputs(documents, model.config, torch.float32)
+    given = build_attention_inputs(documents, model.config, torch.float32)
     logits: Tensor = model(**inputs, use_cache=False, **given).logits  # [B, T, V]
     return logits
 
@@ -125,7 +125,7 @@ def test_p38_positions_that_restart_under_a_mask_of_ones_do_not_keep_documents_a
     model = _model(tiny.LLAMA, "sdpa").eval()
 
     def trapped(ids: Tensor, documents: Tensor) -> Tensor:
-        positions = attention_inputs(documents, model.config, torch.float32)["position_ids"]
+        positions = build_attention_inputs(documents, model.config, torch.float32)["position_ids"]
         ones = torch.ones_like(ids)
         logits: Tensor = model(
             input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False
@@ -193,7 +193,7 @@ def test_the_window_of_a_family_is_kept(family: str) -> None:
     """In the middle of a document a token sees five, itself among them."""
     config = WINDOWED[family]
     model = _model(config, "eager").eval()
-    given = attention_inputs(DOCUMENTS, model.config, torch.float32)["attention_mask"]
+    given = build_attention_inputs(DOCUMENTS, model.config, torch.float32)["attention_mask"]
     windowed = given["sliding_attention"] if isinstance(given, dict) else given
     seen = (windowed == 0).squeeze(1)  # [B, T, T]
     assert seen[0].sum(-1).tolist() == [min(5, place + 1) for length in (9, 8, 7) for place in range(length)]
@@ -222,7 +222,7 @@ def test_all_layers_keep_the_same_mask_for_the_backward_pass() -> None:
 
 def test_positions_restart_at_each_document() -> None:
     config = _model(tiny.LLAMA, "sdpa").config
-    positions = attention_inputs(DOCUMENTS, config, torch.float32)["position_ids"]
+    positions = build_attention_inputs(DOCUMENTS, config, torch.float32)["position_ids"]
     assert positions.dtype == torch.int64
     assert positions.tolist() == [
         [*range(9), *range(8), *range(7)],
@@ -282,7 +282,7 @@ def test_p38_flash_attention_is_given_the_bounds_of_the_documents_of_all_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_keeps_documents_apart_is_accepted(kernel: str, dtype: torch.dtype) -> None:
     model = _model(tiny.QWEN3, kernel).to(dtype).eval()
-    tell_apart = document_inputs(model.config, dtype)
+    tell_apart = bind_attention_inputs(model.config, dtype)
 
     def logits(ids: Tensor, documents: Tensor) -> Tensor:
         found: Tensor = model(input_ids=ids, use_cache=False, **tell_apart(documents, CPU)).logits
@@ -306,14 +306,14 @@ def test_a_kernel_that_takes_neither_mask_nor_bounds_is_refused() -> None:
     with pytest.raises(
         InputError, match=r'attention "flex_attention" has not been shown .* use one of eager, '
     ):
-        attention_inputs(DOCUMENTS, config, torch.float32)
+        build_attention_inputs(DOCUMENTS, config, torch.float32)
 
 
 def test_a_kind_of_layer_that_cannot_is_refused_when_masks_are_made() -> None:
     config = _model(tiny.QWEN3, "sdpa").config
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(InputError, match='"qwen3" has layers of kind linear_attention; only full_attention'):
-        attention_inputs(DOCUMENTS, config, torch.float32)
+        build_attention_inputs(DOCUMENTS, config, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_kind_of_layer_that_cannot_is_refused_when_masks_are_made() -> None:
 def test_p38_what_cannot_keep_documents_apart_is_refused_at_start(
     config: dict[str, Any], attention: str | None, message: str
 ) -> None:
-    [problem] = masking_problems(config, attention)
+    [problem] = check_masking(config, attention)
     assert message in problem
 
 
@@ -344,10 +344,10 @@ def test_p38_flash_attention_is_refused_where_it_is_not_installed(monkeypatch: p
     found = importlib.util.find_spec("json")
     for installed, expected in ((None, 1), (found, 0)):
         monkeypatch.setattr("ds_pretrain.models.config_check.find_spec", lambda name, it=installed: it)
-        problems = masking_problems(tiny.LLAMA, "flash_attention_2")
+        problems = check_masking(tiny.LLAMA, "flash_attention_2")
         assert len(problems) == expected
     monkeypatch.setattr("ds_pretrain.models.config_check.find_spec", lambda name: None)
-    [problem] = masking_problems(tiny.LLAMA, "flash_attention_2")
+    [problem] = check_masking(tiny.LLAMA, "flash_attention_2")
     assert (
         'needs the package flash-attn, which is not installed; install it, or set attention = "sdpa"'
         in problem
@@ -357,12 +357,12 @@ def test_p38_flash_attention_is_refused_where_it_is_not_installed(monkeypatch: p
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 @each_family
 def test_families_that_are_tested_here_are_not_refused(family: str, kernel: str | None) -> None:
-    assert masking_problems(FAMILIES[family], kernel) == []
+    assert check_masking(FAMILIES[family], kernel) == []
 
 
 def test_masks_that_take_much_memory_are_warned_of_with_their_bytes() -> None:
     def warned(family: dict[str, Any], seq_len: int, rows: int = 2, dtype: str = "bf16") -> list[str]:
-        return mask_warnings(family, None, rows, seq_len, dtype, "phases.long")
+        return warn_of_large_masks(family, None, rows, seq_len, dtype, "phases.long")
 
     assert warned(tiny.LLAMA, 32_768) == [
         "phases.long: model.mask_documents = true holds a mask of 1 x 2 x 32,768 x 32,768 in bf16, 4.0 GiB a "
@@ -377,4 +377,4 @@ def test_masks_that_take_much_memory_are_warned_of_with_their_bytes() -> None:
         assert num_bytes in line
     assert warned(tiny.LLAMA, 16_384) != []  # 1 GiB
     assert warned(tiny.LLAMA, 16_384, rows=1) == []
-    assert mask_warnings(tiny.LLAMA, "flash_attention_2", 2, 32_768, "bf16", "phases.long") == []
+    assert warn_of_large_masks(tiny.LLAMA, "flash_attention_2", 2, 32_768, "bf16", "phases.long") == []

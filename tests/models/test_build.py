@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.build import build_model, dry_build
-from ds_pretrain.models.config_check import model_config
+from ds_pretrain.models.build import build_model, build_on_meta
+from ds_pretrain.models.config_check import build_model_config
 from tests.models import tiny
 
 
@@ -53,12 +53,12 @@ def test_all_problems_of_a_config_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN3, tiny.GPT2, tiny.MIXTRAL, tiny.MAMBA])
 def test_a_dry_build_passes_for_what_can_be_built(config: dict[str, Any]) -> None:
-    dry_build(json.dumps(config), qk_norm=config is tiny.LLAMA)
+    build_on_meta(json.dumps(config), qk_norm=config is tiny.LLAMA)
 
 
 def test_a_dry_build_needs_no_memory_for_the_weights() -> None:
     huge = {"hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 20}
-    dry_build(json.dumps(tiny.LLAMA | huge))  # 100 TB
+    build_on_meta(json.dumps(tiny.LLAMA | huge))  # 100 TB
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_dry_build_says_what_is_wrong_and_in_which_file(
     change: dict[str, Any], attention: str | None, message: str
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        dry_build(json.dumps(tiny.LLAMA | change), attention=attention, name="conf.json")
+        build_on_meta(json.dumps(tiny.LLAMA | change), attention=attention, name="conf.json")
 
 
 def test_a_dry_build_reports_whatever_the_models_own_code_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_dry_build_reports_whatever_the_models_own_code_raises(monkeypatch: py
     with pytest.raises(
         InputError, match=r"\"llama\" cannot be built \(attention automatic\): KeyError: 'nope'"
     ):
-        dry_build(json.dumps(tiny.LLAMA))
+        build_on_meta(json.dumps(tiny.LLAMA))
 
 
 def test_an_attention_that_is_not_there_is_an_input_error() -> None:
@@ -120,17 +120,17 @@ def test_an_attention_that_is_not_there_is_an_input_error() -> None:
     ],
 )
 def test_keys_of_published_configs_are_accepted(extra: dict[str, Any]) -> None:
-    assert model_config(json.dumps(tiny.LLAMA | extra)).use_cache is False
+    assert build_model_config(json.dumps(tiny.LLAMA | extra)).use_cache is False
 
 
 def test_optional_keys_that_only_the_model_code_reads_are_accepted() -> None:
-    assert model_config(json.dumps(tiny.QWEN3_MOE)).head_dim == 16  # Qwen3MoeConfig does not declare it
+    assert build_model_config(json.dumps(tiny.QWEN3_MOE)).head_dim == 16  # Qwen3MoeConfig does not declare it
 
 
 def test_gpt2_with_a_small_vocabulary_has_no_special_token_outside_of_it() -> None:
-    config = model_config(json.dumps(tiny.GPT2))
+    config = build_model_config(json.dumps(tiny.GPT2))
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
-    assert model_config(json.dumps(tiny.GPT2 | {"vocab_size": 50257})).eos_token_id == 50256
+    assert build_model_config(json.dumps(tiny.GPT2 | {"vocab_size": 50257})).eos_token_id == 50256
 
 
 @pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN3, tiny.GPT2], ids=lambda c: c["model_type"])

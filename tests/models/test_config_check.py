@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.build import dry_build
-from ds_pretrain.models.config_check import check_model, without_transformers
+from ds_pretrain.models.build import build_on_meta
+from ds_pretrain.models.config_check import check_model, hide_transformers
 from ds_pretrain.models.flops import count_parameters
-from ds_pretrain.models.rope_config import rope_value_problems
-from ds_pretrain.training.preflight import find_problems, open_inputs, summary
+from ds_pretrain.models.rope_config import check_rope_values
+from ds_pretrain.training.preflight import find_problems, format_summary, open_inputs
 from tests.models import tiny
 from tests.scenario import LLAMA, deepspeed_json, make_run
 
@@ -191,7 +191,7 @@ def test_what_transformers_saves_is_right_for_every_causal_family(tmp_path: Path
                 _saved(family, tmp_path)
             continue
         text = _saved(family, tmp_path)
-        problems = [*check_model(text), *rope_value_problems(json.loads(text), family)]
+        problems = [*check_model(text), *check_rope_values(json.loads(text), family)]
         if family in ENCODERS:
             assert "expected a decoder-only" in problems[0], family
         elif family in COMPOSITE:
@@ -210,7 +210,7 @@ def test_every_causal_family_is_built_without_memory_from_what_was_saved(tmp_pat
         text = _saved(family, tmp_path)
         if family in NO_DEFAULT_MODEL:
             with pytest.raises(InputError, match="cannot be built"):
-                dry_build(text)
+                build_on_meta(text)
             continue
         count = count_parameters(text)
         assert count is not None, family
@@ -218,7 +218,7 @@ def test_every_causal_family_is_built_without_memory_from_what_was_saved(tmp_pat
 
 
 def test_without_transformers_arithmetic_is_all() -> None:
-    with without_transformers():
+    with hide_transformers():
         assert check_model(json.dumps(tiny.LLAMA | {"hidden_act": 3, "hiden_size": 3})) == []
         assert len(check_model(json.dumps(tiny.LLAMA | {"initializer_range": 0}))) == 1
         assert len(check_model(json.dumps(tiny.LLAMA | {"hidden_size": 66}))) == 1
@@ -367,7 +367,7 @@ def test_batches_are_divided_among_groups(tmp_path: Path) -> None:
         (2, "1 group of 2 ranks x 2 sequences x accumulation 6 = 12 sequences"),
         (4, "2 groups of 2 ranks x 2 sequences x accumulation 3 = 12 sequences"),
     ):
-        lines = list(summary(plan, open_inputs(plan), world_size))
+        lines = list(format_summary(plan, open_inputs(plan), world_size))
         assert f"batch      {line}" in lines
         assert any(line.endswith("ZeRO-3, fp32, 2 ranks share each sequence") for line in lines)
 

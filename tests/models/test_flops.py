@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.models.config_check import without_transformers
+from ds_pretrain.models.config_check import hide_transformers
 from ds_pretrain.models.flops import count_parameters, flops_per_token
 from tests.models import tiny
 
@@ -59,6 +59,6 @@ def test_a_token_counts_the_experts_that_it_meets() -> None:
 def test_what_is_not_known_is_not_counted() -> None:
     assert flops_per_token(json.dumps(tiny.MAMBA), 1024) is None
     assert count_parameters(json.dumps(tiny.LLAMA | {"hidden_act": "nope"})) is None
-    with without_transformers():
+    with hide_transformers():
         assert count_parameters(json.dumps(tiny.LLAMA)) is None
         assert flops_per_token(json.dumps(tiny.LLAMA), 1024) is None

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_pretrain.core.distributed import World
-from ds_pretrain.models.init import UninitializedWeightsError, kind_of
-from ds_pretrain.models.param_groups import owned_parameters, parameter_groups, whole_shape
+from ds_pretrain.models.init import UninitializedWeightsError, get_kind
+from ds_pretrain.models.param_groups import build_parameter_groups, get_whole_shape, iterate_parameters
 from tests.models import tiny
 from tests.ranks import run_ranks
 
@@ -26,7 +26,7 @@ WIDE = {
 
 def _digest(model: nn.Module, gather: Any) -> str:
     digest = hashlib.sha256()
-    for name, _, parameter in sorted(owned_parameters(model), key=lambda owned: owned[0]):
+    for name, _, parameter in sorted(iterate_parameters(model), key=lambda owned: owned[0]):
         with gather([parameter]):
             digest.update(name.encode())
             digest.update(parameter.data.float().contiguous().numpy().tobytes())
@@ -38,7 +38,7 @@ def _zero3_digest(world: World, config: dict[str, Any], bf16: bool, qk_norm: boo
 
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = tiny.built_under_zero3(world, config, dtype, qk_norm=qk_norm).module
-    whole = sum(math.prod(whole_shape(p)) for p in model.parameters())
+    whole = sum(math.prod(get_whole_shape(p)) for p in model.parameters())
     held = sum(p.ds_tensor.numel() for p in model.parameters()) / whole
     return _digest(model, lambda ps: deepspeed.zero.GatheredParameters(ps)), held
 
@@ -70,7 +70,7 @@ def test_std_of_every_kind_of_weight_is_within_2_percent_of_asked(family: str) -
     model = tiny.built(WIDE[family] | {"initializer_range": 0.03}).module
     values: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
-        values.setdefault(kind_of(name), []).append(parameter.data.flatten())
+        values.setdefault(get_kind(name), []).append(parameter.data.flatten())
     num_scaled = 0
     for kind, parts in values.items():
         measured = torch.cat(parts)
@@ -217,7 +217,7 @@ def test_p35_one_bad_layer_among_good_ones_is_found() -> None:
 
 def _group_names(model: nn.Module, **options: bool) -> dict[str, list[str]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    return {g["name"]: [names[id(p)] for p in g["params"]] for g in parameter_groups(model, **options)}
+    return {g["name"]: [names[id(p)] for p in g["params"]] for g in build_parameter_groups(model, **options)}
 
 
 def _groups_under_zero3(world: World) -> dict[str, list[str]]:
@@ -240,7 +240,7 @@ def test_norms_biases_and_embeddings_do_not_decay_unless_asked() -> None:
 
 
 def test_the_decaying_group_leaves_the_amount_to_the_optimizer() -> None:
-    decay, no_decay = parameter_groups(tiny.built(tiny.LLAMA).module)
+    decay, no_decay = build_parameter_groups(tiny.built(tiny.LLAMA).module)
     assert "weight_decay" not in decay
     assert no_decay["weight_decay"] == 0.0
-    assert [g["name"] for g in parameter_groups(nn.LayerNorm(4))] == ["no_decay"]
+    assert [g["name"] for g in build_parameter_groups(nn.LayerNorm(4))] == ["no_decay"]

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from ds_pretrain.config.schema import RopeSection
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.models.build import dry_build
-from ds_pretrain.models.rope import apply_rope, restore_rotary, rotary_problems
-from ds_pretrain.models.rope_config import LEAST_THETA, MOST_FACTOR, MOST_THETA, with_rope
+from ds_pretrain.models.build import build_on_meta
+from ds_pretrain.models.rope import apply_rope, check_rotary_tables, restore_rotary
+from ds_pretrain.models.rope_config import LEAST_THETA, MOST_FACTOR, MOST_THETA, build_rope_config
 from tests.models import tiny
 from tests.models.rope_reference import (
     TOLERANCE,
@@ -189,7 +189,7 @@ def test_p58_a_live_change_equals_a_fresh_build_bit_for_bit_and_fp64_within_a_th
     family: dict[str, Any], rope: RopeSection
 ) -> None:
     before = family | {"max_position_embeddings": 4096}
-    after = with_rope(before, rope, FAR)
+    after = build_rope_config(before, rope, FAR)
     live, fresh = _made(before), _made(after)
     tokens = torch.randint(0, 512, (2, 48))
     unchanged = live(tokens).logits
@@ -201,12 +201,12 @@ def test_p58_a_live_change_equals_a_fresh_build_bit_for_bit_and_fp64_within_a_th
     assert (check.problems, check.unchecked) == ((), ())
     assert check.num_tables == len(tiny.rotary_tables(live))
     assert check.worst_error < 5e-3  # at position 262,143, where fp32 itself cannot hold an angle better
-    near = _made(with_rope(before, rope, 8192))
+    near = _made(build_rope_config(before, rope, 8192))
     assert 0 < check_rope(near).worst_error < TOLERANCE
 
 
 def test_p58_tables_equal_fp64_at_each_position_that_is_known_to_fail_in_bf16() -> None:
-    model = _made(with_rope(tiny.LLAMA, RopeSection(theta=5e5), FAR))
+    model = _made(build_rope_config(tiny.LLAMA, RopeSection(theta=5e5), FAR))
     rotary: Any = model.model.rotary_emb
     positions = [0, 1, 255, 256, 257, 4095, 131_071, FAR - 1]
     cosines, sines = rotary(torch.zeros(1), torch.tensor([positions]))  # [1, P, D]
@@ -223,15 +223,15 @@ def test_p58_tables_equal_fp64_at_each_position_that_is_known_to_fail_in_bf16() 
 @pytest.mark.parametrize("name", ["inv_freq", "original_inv_freq"])
 def test_p58_a_bf16_table_is_found(name: str) -> None:
     model = _made(tiny.LLAMA)
-    assert rotary_problems(model) == []
+    assert check_rotary_tables(model) == []
     rotary: Any = model.model.rotary_emb
     setattr(rotary, name, getattr(rotary, name).bfloat16())
-    assert rotary_problems(model) == [
+    assert check_rotary_tables(model) == [
         f"model.rotary_emb.{name} is in torch.bfloat16; expected torch.float32: something cast it after it "
         "was computed"
     ]
     setattr(rotary, name, getattr(rotary, name).float())
-    [problem] = rotary_problems(model)
+    [problem] = check_rotary_tables(model)
     assert problem == (
         f"model.rotary_emb.{name} is not what its config makes: "
         "{'rope_theta': 10000.0, 'rope_type': 'default'}"
@@ -242,8 +242,8 @@ def test_p58_a_bf16_table_is_found(name: str) -> None:
 def test_p58_a_config_that_is_changed_and_not_applied_is_found() -> None:
     model = _made(tiny.LLAMA)
     model.config.rope_parameters["rope_theta"] = 8e6
-    assert len(rotary_problems(model)) == 2
-    yarn = _made(with_rope(tiny.LLAMA, RopeSection(kind="yarn", factor=4.0), 8192))
+    assert len(check_rotary_tables(model)) == 2
+    yarn = _made(build_rope_config(tiny.LLAMA, RopeSection(kind="yarn", factor=4.0), 8192))
     assert check_rope(yarn).problems == ()
     yarn.model.rotary_emb.attention_scaling = 1.0
     (problem,) = check_rope(yarn).problems
@@ -255,7 +255,7 @@ def test_yarns_attention_factor_is_the_papers_unless_the_config_has_one() -> Non
     assert reference_scale(table) == pytest.approx(0.1 * math.log(4.0) + 1.0, abs=1e-15)
     assert reference_scale(table | {"factor": 1.0}) == 1.0
     given = tiny.LLAMA | {"rope_parameters": table | {"attention_factor": 1.25}}
-    after = with_rope(given, RopeSection(factor=16.0), FAR // 8)
+    after = build_rope_config(given, RopeSection(factor=16.0), FAR // 8)
     live = _made(given)
     assert check_rope(live).problems == ()
     apply_rope(live, after)
@@ -318,17 +318,18 @@ def test_a_linear_scaling_is_checked_and_a_kind_without_reference_is_named() -> 
 def test_each_part_that_has_a_config_of_its_own_follows() -> None:
     model = _made(tiny.LLAMA)
     model.model.rotary_emb.config = deepcopy(model.config)
-    after = with_rope(tiny.LLAMA, CHANGES["theta"], 4096)
+    after = build_rope_config(tiny.LLAMA, CHANGES["theta"], 4096)
     apply_rope(model, after)
     assert _state(model) == _state(_made(after))
 
 
 def test_a_weight_that_has_a_row_a_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ds_pretrain.models.rope._on_meta", lambda config: nn.Embedding(config.max_position_embeddings, 2)
+        "ds_pretrain.models.rope._build_on_meta",
+        lambda config: nn.Embedding(config.max_position_embeddings, 2),
     )
     with pytest.raises(InputError) as refused:
-        apply_rope(_made(tiny.LLAMA), with_rope(tiny.LLAMA, None, 4096))
+        apply_rope(_made(tiny.LLAMA), build_rope_config(tiny.LLAMA, None, 4096))
     assert refused.value.problems == (
         '"llama" has a table "weight" of [2048, 2] that would become [4096, 2]; a run cannot change it: set '
         '"max_position_embeddings" to the longest phase in the model config',
@@ -340,7 +341,7 @@ def test_p58_what_transformers_saves_and_loads_again_has_the_same_tables(
     rope: RopeSection, tmp_path: Path
 ) -> None:
     live = _made(tiny.LLAMA)
-    apply_rope(live, with_rope(tiny.LLAMA, rope, 131_072))
+    apply_rope(live, build_rope_config(tiny.LLAMA, rope, 131_072))
     live.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert _state(loaded)[0] == _state(live)[0]
@@ -361,7 +362,7 @@ def test_tables_in_complex_numbers_are_checked() -> None:
 def test_p58_a_change_that_does_not_reach_the_tables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_pretrain.models.rope.restore_rotary", lambda module: 2)
     with pytest.raises(InputError, match=r"model.rotary_emb.inv_freq is not what its config makes: .*'yarn'"):
-        apply_rope(_made(tiny.LLAMA), with_rope(tiny.LLAMA, CHANGES["yarn"], 8192))
+        apply_rope(_made(tiny.LLAMA), build_rope_config(tiny.LLAMA, CHANGES["yarn"], 8192))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_frequencies_that_stand_side_by_side_are_checked() -> None:
 def test_the_same_config_changes_nothing() -> None:
     model = _made(tiny.LLAMA)
     assert apply_rope(model, tiny.LLAMA) == 0
-    assert apply_rope(model, with_rope(tiny.LLAMA, None, 64)) == 0
+    assert apply_rope(model, build_rope_config(tiny.LLAMA, None, 64)) == 0
 
 
 def test_several_changes_one_after_the_other_equal_the_last() -> None:
@@ -403,14 +404,14 @@ def test_several_changes_one_after_the_other_equal_the_last() -> None:
         (CHANGES["yarn"], 8192),
         (RopeSection(kind="default"), 8192),
     ):
-        config = with_rope(config, rope, length)
+        config = build_rope_config(config, rope, length)
         apply_rope(model, config)
         assert _state(model) == _state(_made(config))
 
 
 def test_what_attention_takes_from_the_rotary_parameters_changes_as_well() -> None:
     """DeepSeek scales its attention by the factor, when it is constructed."""
-    after = with_rope(DEEPSEEK, RopeSection(factor=64.0), FAR)
+    after = build_rope_config(DEEPSEEK, RopeSection(factor=64.0), FAR)
     live, fresh = _made(DEEPSEEK), _made(after)
     old = live.model.layers[1].self_attn.scaling
     apply_rope(live, after)
@@ -433,30 +434,30 @@ def test_a_kind_that_follows_the_length_of_each_forward_is_refused() -> None:
     ):
         apply_rope(_made(tiny.LLAMA), config)
     live = _made(config)  # away from it is possible
-    after = with_rope(config, RopeSection(kind="yarn", factor=4.0), 8192)
+    after = build_rope_config(config, RopeSection(kind="yarn", factor=4.0), 8192)
     apply_rope(live, after)
     assert _state(live) == _state(_made(after))
 
 
 def test_a_dry_build_takes_each_phase_without_weights_and_names_the_one_that_cannot_be() -> None:
     huge = tiny.LLAMA | {"hidden_size": 16_384, "num_attention_heads": 128, "num_hidden_layers": 3}
-    longer = with_rope(huge, CHANGES["theta"], 8192)
-    phases = {"a": huge, "b": longer, "c": with_rope(longer, CHANGES["yarn"], FAR)}
-    model = dry_build(json.dumps(huge), phases=phases)
+    longer = build_rope_config(huge, CHANGES["theta"], 8192)
+    phases = {"a": huge, "b": longer, "c": build_rope_config(longer, CHANGES["yarn"], FAR)}
+    model = build_on_meta(json.dumps(huge), phases=phases)
     assert check_rope(model).problems == ()
     assert model.config.rope_parameters["rope_type"] == "yarn"
     dynamic = tiny.LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     with pytest.raises(InputError, match=r'^phases\.b: rotary kind "dynamic" computes'):
-        dry_build(json.dumps(tiny.LLAMA), phases={"phases.a": tiny.LLAMA, "phases.b": dynamic})
+        build_on_meta(json.dumps(tiny.LLAMA), phases={"phases.a": tiny.LLAMA, "phases.b": dynamic})
 
 
 def test_p58_a_change_that_turns_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family whose code does not read a scaling would go on as before."""
-    monkeypatch.setattr("ds_pretrain.models.rope._rotary_state", lambda module: [])
+    monkeypatch.setattr("ds_pretrain.models.rope._get_rotary_state", lambda module: [])
     with pytest.raises(
         InputError, match=r"computes the same rotary positions under .*yarn.* as before; raise"
     ):
-        apply_rope(_made(tiny.LLAMA), with_rope(tiny.LLAMA, CHANGES["yarn"], 8192))
+        apply_rope(_made(tiny.LLAMA), build_rope_config(tiny.LLAMA, CHANGES["yarn"], 8192))
 
 
 @pytest.mark.parametrize("theta", [LEAST_THETA, MOST_THETA])
@@ -464,5 +465,5 @@ def test_p58_a_change_that_turns_nothing_is_refused(monkeypatch: pytest.MonkeyPa
 def test_p58_tables_are_sound_at_the_bounds_of_what_a_phase_may_name(theta: float, factor: float) -> None:
     for kind in ("default", "yarn", "llama3"):
         rope = RopeSection(kind=kind, theta=theta, factor=None if kind == "default" else factor)  # type: ignore[arg-type]
-        model = with_rope(tiny.LLAMA | {"head_dim": 128, "max_position_embeddings": 64}, rope, 64)
+        model = build_rope_config(tiny.LLAMA | {"head_dim": 128, "max_position_embeddings": 64}, rope, 64)
         assert check_rope(_made(model)).problems == (), kind

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from ds_pretrain.config.schema import RopeSection
-from ds_pretrain.models.config_check import check_model, without_transformers
+from ds_pretrain.models.config_check import check_model, hide_transformers
 from ds_pretrain.models.rope_config import (
+    build_rope_config,
+    check_rope_change,
+    check_rope_values,
     describe_rope,
-    rope_change_problems,
-    rope_change_warnings,
-    rope_state,
-    rope_value_problems,
-    with_rope,
+    read_rope_state,
+    warn_of_rope_change,
 )
 from tests.models import tiny
 
@@ -48,7 +48,7 @@ YARN_TABLE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embedd
 
 
 def _problems(model: dict[str, Any], rope: RopeSection | None, seq_len: int) -> list[str]:
-    return rope_change_problems(model, rope, seq_len, WHERE)
+    return check_rope_change(model, rope, seq_len, WHERE)
 
 
 def _same_elsewhere(new: dict[str, Any], old: dict[str, Any]) -> bool:
@@ -121,7 +121,7 @@ def test_a_change_keeps_all_that_it_does_not_name(
     assert (
         _problems(model, rope, 8192 if rope.theta or rope.kind == "default" else 16_384) == [] or rope.theta
     )
-    new = with_rope(model, rope, 16_384)
+    new = build_rope_config(model, rope, 16_384)
     assert {key: new[key] for key in expected} == expected
     assert new["max_position_embeddings"] == 16_384
     assert not {"rope_theta", "rope_scaling"} & new.keys()
@@ -132,17 +132,17 @@ def test_a_change_keeps_all_that_it_does_not_name(
 
 def test_without_a_change_only_the_positions_grow_and_never_shrink() -> None:
     for rope in (None, RopeSection()):
-        assert with_rope(OLD, rope, 8192) == OLD | {"max_position_embeddings": 8192}
-        assert with_rope(OLD, rope, 512) == OLD
+        assert build_rope_config(OLD, rope, 8192) == OLD | {"max_position_embeddings": 8192}
+        assert build_rope_config(OLD, rope, 512) == OLD
 
 
 def test_p58_a_scaling_keeps_the_length_that_it_extends_when_the_positions_grow() -> None:
     """Transformers would take the new number of positions for it."""
     table = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    new = with_rope(BASE | {"rope_parameters": table}, None, 16_384)
+    new = build_rope_config(BASE | {"rope_parameters": table}, None, 16_384)
     assert new["rope_parameters"] == table | {"original_max_position_embeddings": 4096}
     old = BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
-    assert with_rope(old, RopeSection(theta=1e6), 16_384)["rope_parameters"] == table | {
+    assert build_rope_config(old, RopeSection(theta=1e6), 16_384)["rope_parameters"] == table | {
         "rope_theta": 1e6, "original_max_position_embeddings": 4096,
     }  # fmt: skip
 
@@ -155,9 +155,9 @@ def test_a_kind_that_follows_the_length_keeps_its_theta() -> None:
 
 
 def test_changes_of_several_phases_add_up() -> None:
-    longer = with_rope(NEW, RopeSection(theta=1e6), 8192)
-    scaled = with_rope(longer, RopeSection(kind="yarn", factor=4.0), 32_768)
-    widest = with_rope(scaled, RopeSection(factor=16.0), 131_072)
+    longer = build_rope_config(NEW, RopeSection(theta=1e6), 8192)
+    scaled = build_rope_config(longer, RopeSection(kind="yarn", factor=4.0), 32_768)
+    widest = build_rope_config(scaled, RopeSection(factor=16.0), 131_072)
     assert widest["rope_parameters"] == {
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
@@ -167,8 +167,8 @@ def test_changes_of_several_phases_add_up() -> None:
 
 def test_the_names_of_other_families_are_used() -> None:
     neox = {"model_type": "gpt_neox", "rotary_emb_base": 20_000, "rotary_pct": 0.25}
-    assert rope_state(neox).theta == 20_000
-    assert with_rope(neox, RopeSection(theta=1e6), 4096) == {
+    assert read_rope_state(neox).theta == 20_000
+    assert build_rope_config(neox, RopeSection(theta=1e6), 4096) == {
         "model_type": "gpt_neox", "rotary_pct": 0.25, "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     }  # fmt: skip
@@ -177,12 +177,16 @@ def test_the_names_of_other_families_are_used() -> None:
 def test_p58_a_length_beside_the_table_is_the_one_that_counts() -> None:
     """Phi-3 and others have it there; Transformers prefers it to the table's."""
     beside = BASE | {"original_max_position_embeddings": 2048}
-    new = with_rope(beside, RopeSection(kind="yarn", factor=8.0), 16_384)
-    assert rope_state(new).original_max_position_embeddings == new["original_max_position_embeddings"] == 2048
+    new = build_rope_config(beside, RopeSection(kind="yarn", factor=8.0), 16_384)
+    assert (
+        read_rope_state(new).original_max_position_embeddings
+        == new["original_max_position_embeddings"]
+        == 2048
+    )
     assert new["rope_parameters"]["original_max_position_embeddings"] == 2048
     both = NEW_YARN | {"original_max_position_embeddings": 2048}
-    assert rope_state(both).original_max_position_embeddings == 2048
-    assert with_rope(both, RopeSection(factor=32.0), 16_384)["rope_parameters"] == {
+    assert read_rope_state(both).original_max_position_embeddings == 2048
+    assert build_rope_config(both, RopeSection(factor=32.0), 16_384)["rope_parameters"] == {
         **NEW_YARN["rope_parameters"], "factor": 32.0, "original_max_position_embeddings": 2048,
     }  # fmt: skip
 
@@ -204,7 +208,7 @@ def test_what_a_config_does_not_say_is_what_its_class_declares(
 ) -> None:
     from transformers import AutoConfig
 
-    state = rope_state(model)
+    state = read_rope_state(model)
     assert (state.theta, state.num_positions) == expected
     made = AutoConfig.for_model(**json.loads(json.dumps(model)))
     table = made.rope_parameters.get("full_attention", made.rope_parameters)
@@ -212,11 +216,11 @@ def test_what_a_config_does_not_say_is_what_its_class_declares(
 
 
 def test_without_transformers_positions_are_read_as_they_are_written() -> None:
-    with without_transformers():
-        assert rope_state(OLD_YARN).theta == rope_state(NEW).theta == 20_000.0
-        assert rope_state(GEMMA3).theta == 1e6
-        assert rope_state(OLD_YARN).factor == 16.0
-        assert rope_state(BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}).theta == 1e4
+    with hide_transformers():
+        assert read_rope_state(OLD_YARN).theta == read_rope_state(NEW).theta == 20_000.0
+        assert read_rope_state(GEMMA3).theta == 1e6
+        assert read_rope_state(OLD_YARN).factor == 16.0
+        assert read_rope_state(BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}).theta == 1e4
 
 
 @pytest.mark.parametrize(
@@ -313,7 +317,7 @@ def test_p58_a_scaling_that_does_not_reach_the_sequence_length_is_refused() -> N
 def test_a_loaded_model_may_use_all_the_positions_that_it_says_it_has() -> None:
     """Llama 3.1 was trained on 131,072 positions with factor 8 on 8,192."""
     assert _problems(LLAMA31, None, 131_072) == _problems(LLAMA31, RopeSection(theta=1e6), 131_072) == []
-    assert rope_change_warnings(LLAMA31, None, 131_072, WHERE) == []
+    assert warn_of_rope_change(LLAMA31, None, 131_072, WHERE) == []
     assert _problems(LLAMA31, None, 131_073) == [
         "long.rope: factor 8 x 8,192 original positions = 65,536 are fewer than seq_len = 131,073; the "
         "smallest factor that does is 16.001"
@@ -358,22 +362,22 @@ def test_p58_a_factor_without_sound_tables_is_refused_and_so_are_values_of_the_c
     [problem] = _problems(tiny.LLAMA, RopeSection(kind="yarn", factor=1e300), 64)
     assert problem.startswith("long.rope.factor = 1e+300: expected at most 1e+06, how many times")
     old = tiny.LLAMA | {"rope_theta": 1.0, "rope_scaling": {"rope_type": "linear", "factor": 1e9}}
-    theta, factor = rope_value_problems(old, "m.json")
+    theta, factor = check_rope_values(old, "m.json")
     assert theta.startswith('m.json: "rope_theta" = 1: expected 2 to')
     assert factor.startswith('m.json: "factor" = 1e+09: expected at most')
     half = tiny.LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}
-    assert rope_value_problems(half, "m.json") == [
+    assert check_rope_values(half, "m.json") == [
         'm.json: "factor" = 0.5 of rotary positions; expected a number of at least 1'
     ]
-    [words] = rope_value_problems(tiny.LLAMA | {"rope_theta": "many"}, "m.json")
+    [words] = check_rope_values(tiny.LLAMA | {"rope_theta": "many"}, "m.json")
     assert words == 'm.json: rotary parameters should be numbers, found {"rope_theta": "many"}'
-    assert rope_value_problems(tiny.LLAMA, "m.json") == rope_value_problems(tiny.GPT2, "m.json") == []
+    assert check_rope_values(tiny.LLAMA, "m.json") == check_rope_values(tiny.GPT2, "m.json") == []
 
 
 def test_longer_sequences_with_nothing_done_for_them_are_warned_of() -> None:
     def warned(model: dict[str, Any], rope: RopeSection | None, seq_len: int = 8192) -> list[str]:
         assert _problems(model, rope, seq_len) == []
-        return rope_change_warnings(model, rope, seq_len, WHERE)
+        return warn_of_rope_change(model, rope, seq_len, WHERE)
 
     assert warned(NEW, None) == [
         "long.rope: sequences of 8,192 on a model made for 4,096 positions, with theta 20,000 as before; "

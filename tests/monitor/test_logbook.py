@@ -13,7 +13,7 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import Kind
 from ds_pretrain.monitor import logbook
-from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook, worst_rank
+from ds_pretrain.monitor.logbook import INCIDENTS, PAGE, Logbook, describe_worst_rank
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.watchdog.replay import Finding
 from tests.monitor.test_monitor import at
@@ -502,20 +502,20 @@ def test_a_curve_with_non_finite_losses_is_drawn_and_says_where_they_are(tmp_pat
 
 
 def test_the_worst_rank_is_the_first_without_a_finite_loss_else_the_one_furthest_from_the_others() -> None:
-    assert worst_rank({"rank_losses": {"3": [2.0]}}) is None  # one rank has no others
-    assert worst_rank({}) is None
-    assert worst_rank({"rank_losses": {"3": [2.0, 9.0]}, "onset": 4}) is None
-    assert worst_rank({"rank_losses": {"9": [8.0, 7.0, 8.5], "10": [2.0, 6.0, 2.5]}}) == (
+    assert describe_worst_rank({"rank_losses": {"3": [2.0]}}) is None  # one rank has no others
+    assert describe_worst_rank({}) is None
+    assert describe_worst_rank({"rank_losses": {"3": [2.0, 9.0]}, "onset": 4}) is None
+    assert describe_worst_rank({"rank_losses": {"9": [8.0, 7.0, 8.5], "10": [2.0, 6.0, 2.5]}}) == (
         "At step 10 rank 1 stood out most of 3 ranks, with a loss of 6; the median of the others was 2.25."
     )
-    assert worst_rank({"rank_losses": {"9": [9.03, 9.034]}}) == (
+    assert describe_worst_rank({"rank_losses": {"9": [9.03, 9.034]}}) == (
         "The 2 ranks had about the same loss at step 9: 9.032."
     )
     bad = {"9": [1.0, math.nan, 9.0], "10": [math.inf, math.nan, math.inf]}
-    assert worst_rank({"rank_losses": bad, "hosts": ["a:0"]}) == (
+    assert describe_worst_rank({"rank_losses": bad, "hosts": ["a:0"]}) == (
         "At step 9 rank 1 stood out most of 3 ranks, with a loss of nan; the median of the others was 5."
     )
-    assert worst_rank({"rank_losses": {"10": [math.inf, math.nan]}, "hosts": ["a:0"]}) == (
+    assert describe_worst_rank({"rank_losses": {"10": [math.inf, math.nan]}, "hosts": ["a:0"]}) == (
         "At step 10 rank 0 on a:0 stood out most of 2 ranks, with a loss of inf; no other is finite."
     )
 
@@ -523,16 +523,18 @@ def test_the_worst_rank_is_the_first_without_a_finite_loss_else_the_one_furthest
 def test_of_ranks_that_share_sequences_their_group_is_told() -> None:
     losses = {"rank_losses": {"9": [2.0, 2.0, 5.0, 5.0, 2.5, 2.5]}, "sequence_parallel_size": 2}
     hosts = ["a:0", "a:1", "b:0", "b:1", "c:0", "c:1"]
-    assert worst_rank({**losses, "hosts": hosts}) == (
+    assert describe_worst_rank({**losses, "hosts": hosts}) == (
         "At step 9 the group of ranks 2 to 3 on b:0, b:1 stood out most of 3 groups of 2 ranks, with a loss "
         "of 5; the median of the others was 2.25."
     )
-    assert worst_rank({"rank_losses": {"9": []}, "sequence_parallel_size": 2}) is None  # all share all
+    assert (
+        describe_worst_rank({"rank_losses": {"9": []}, "sequence_parallel_size": 2}) is None
+    )  # all share all
 
 
 def test_no_word_of_the_records_is_left_for_a_person_to_read() -> None:
     words = [*get_args(Kind), *get_args(Finding), "came_back", "outlier_norm"]
-    assert not [word for word in words if "_" in logbook._plain(word)]
+    assert not [word for word in words if "_" in logbook._format_plain(word)]
 
 
 def test_a_record_that_cannot_be_understood_costs_a_warning_and_the_page_alone(

@@ -14,7 +14,7 @@ import pytest
 
 from ds_pretrain.config.timeline import parse_duration
 from ds_pretrain.core.distributed import World
-from ds_pretrain.monitor.wandb import Wandb, WandbRun, opener, points
+from ds_pretrain.monitor.wandb import Wandb, WandbRun, build_points, make_opener
 from tests.monitor.wandb_files import offline_runs
 from tests.ranks import run_ranks
 from tests.timelines import single_phase
@@ -60,11 +60,11 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
     step = {"event": "step", "step": 3, "attempt": 2, "loss": 1.5, "z_loss": None, "phase": "main"}
-    assert points(step) == {"train/loss": 1.5, "train/phase": "main", "train/step": 3, "attempt": 2}
+    assert build_points(step) == {"train/loss": 1.5, "train/phase": "main", "train/step": 3, "attempt": 2}
     validation = {"event": "validation", "step": 3, "attempt": 2, "losses": {"web": 1.0}}
-    assert points(validation) == {"validation/web": 1.0, "train/step": 3, "attempt": 2}
+    assert build_points(validation) == {"validation/web": 1.0, "train/step": 3, "attempt": 2}
     by_position, retrieval = {"web": {"512": 1.5, "1024": 0.5}}, {"web": {"1024": {"0": 0.25, "50": 0.75}}}
-    assert points(validation | {"by_position": by_position, "retrieval": retrieval}) == {
+    assert build_points(validation | {"by_position": by_position, "retrieval": retrieval}) == {
         "validation/web": 1.0,
         "validation/web/to_512": 1.5,
         "validation/web/to_1024": 0.5,
@@ -73,7 +73,7 @@ def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
         "attempt": 2,
     }
     checkpoint = {"event": "checkpoint", "step": 3, "attempt": 2, "seconds": 4.0}
-    assert points(checkpoint) == {
+    assert build_points(checkpoint) == {
         "event": "checkpoint",
         "checkpoint/seconds": 4.0,
         "train/step": 3,
@@ -81,20 +81,20 @@ def test_each_kind_of_record_has_its_own_keys_and_the_same_axis() -> None:
     }
     read = {"tokens": 96, "skipped_tokens": 0, "epochs": 0.5, "share": None, "weight": None}
     data = {"event": "data", "step": 3, "attempt": 2, "phase": "main", "sources": {"web": read}, "time": 1.0}
-    assert points(data) == {
+    assert build_points(data) == {
         "data/web/tokens": 96,
         "data/web/skipped_tokens": 0,
         "data/web/epochs": 0.5,
         "train/step": 3,
         "attempt": 2,
     }
-    assert points({"event": "stop", "attempt": 2}) == {"event": "stop", "attempt": 2}
+    assert build_points({"event": "stop", "attempt": 2}) == {"event": "stop", "attempt": 2}
 
 
 def test_nested_values_and_the_rest_of_long_texts_stay_in_the_file() -> None:
     record = {"event": "rollback", "step": 3, "attempt": 1, "message": "x" * 5000, "to_step": 1}
     record |= {"skipped": {"samples": {"web": {"0": [1]}}}, "rank_losses": {"3": [1.0]}, "hosts": ["a:0"]}
-    assert points(record) == {
+    assert build_points(record) == {
         "event": "rollback",
         "rollback/message": "x" * 1000,
         "rollback/to_step": 1,
@@ -240,7 +240,7 @@ def _lose_the_service(world: World, out: str, how: int) -> tuple[list[str], floa
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        sink = Wandb(opener(RUN, Path(out), {}), finish_seconds=3.0)
+        sink = Wandb(make_opener(RUN, Path(out), {}), finish_seconds=3.0)
         sink.write(record(1))
         until(lambda: sink._waiting.empty() and sink._busy_since is None)
         listing = subprocess.run(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_pretrain.checkpoint import reshard as convert
-from ds_pretrain.checkpoint.manifest import PARTIAL, published, step_of
-from ds_pretrain.checkpoint.restore import broken_reason
+from ds_pretrain.checkpoint.manifest import PARTIAL, list_published, parse_step
+from ds_pretrain.checkpoint.restore import find_damage
 from ds_pretrain.core.jsonl import read_metrics
 
 PACKAGE = Path(convert.__file__).parents[1]
@@ -45,14 +45,14 @@ class Left:
 def look(out: Path) -> Left:
     """Read a run directory that nobody writes to, as any other program would."""
     root = out / "checkpoints"
-    folders = {step_of(folder.name) or 0: broken_reason(folder) for folder in published(root)}
+    folders = {parse_step(folder.name) or 0: find_damage(folder) for folder in list_published(root)}
     torn = [f"step {step}: {reason}" for step, reason in folders.items() if reason is not None]
     if (root / "latest").exists():
-        named = step_of((root / "latest").read_text().strip())
+        named = parse_step((root / "latest").read_text().strip())
         if named not in folders or folders[named] is not None:
             torn.append(f"latest names {(root / 'latest').read_text()!r}")
     intact = [step for step, reason in folders.items() if reason is None]
-    unfinished = [step_of(path.name.removesuffix(PARTIAL)) or 0 for path in root.glob(f"*{PARTIAL}")]
+    unfinished = [parse_step(path.name.removesuffix(PARTIAL)) or 0 for path in root.glob(f"*{PARTIAL}")]
     metrics = out / "metrics.jsonl"
     steps = [r["step"] for r in read_metrics(metrics) if r["event"] == "step"] if metrics.exists() else []
     return Left(max(intact, default=0), max(unfinished, default=0), steps[-1] if steps else 0, tuple(torn))

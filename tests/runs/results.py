@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ds_pretrain.core.jsonl import latest_attempt, read_metrics
+from ds_pretrain.core.jsonl import read_metrics, select_latest_attempt
 
 # What a step says about itself, apart from how long it took.
 _TIMES = {
@@ -21,7 +21,7 @@ _TIMES = {
 
 def trace(out: Path) -> list[dict[str, Any]]:
     """The last attempt's record of every step, without times."""
-    steps = [r for r in latest_attempt(read_metrics(out / "metrics.jsonl")) if r["event"] == "step"]
+    steps = [r for r in select_latest_attempt(read_metrics(out / "metrics.jsonl")) if r["event"] == "step"]
     return [{key: value for key, value in step.items() if key not in _TIMES} for step in steps]
 
 

@@ -17,10 +17,10 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.tokenizer import load_tokenizer
 from ds_pretrain.engine.engine import initialize_distributed
-from ds_pretrain.models.param_groups import owned_parameters
+from ds_pretrain.models.param_groups import iterate_parameters
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_run_engine
@@ -71,11 +71,11 @@ def _logits(world: World, run_file: str, ids: list[list[int]]) -> Any:
     """Of the engine as a start opens it, and the share of the weights that this rank holds."""
     initialize_distributed(world)
     plan = load_plan(run_file)
-    engine = open_run_engine(plan, world, open_inputs(plan).base)
+    engine = open_run_engine(plan, world, open_inputs(plan).pretrained)
     tensors = torch.tensor(ids)
-    with engine.evaluating(), torch.no_grad():
+    with engine.evaluation_mode(), torch.no_grad():
         logits = engine.logits(tensors, None)
-    weights: list[Any] = [weight for _, _, weight in owned_parameters(engine.module)]
+    weights: list[Any] = [weight for _, _, weight in iterate_parameters(engine.module)]
     large = [weight for weight in weights if weight.ds_numel > 1024]
     held, whole = sum(w.ds_tensor.numel() for w in large), sum(w.ds_numel for w in large)
     return logits.tolist(), held / whole
@@ -102,7 +102,7 @@ def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
     first = trace(tmp_path / "out")[0]
     assert first["loss"] == pytest.approx(_first_loss(load_plan(run_file), model), abs=1e-5)
     identity = json.loads((tmp_path / "out" / "run.json").read_text())["identity"]["model"]
-    base = open_inputs(load_plan(run_file)).base
+    base = open_inputs(load_plan(run_file)).pretrained
     assert base is not None
     assert identity["pretrained"] == base.fingerprint
     assert next(r["event"] for r in read_metrics(tmp_path / "out/metrics.jsonl")) == "start"
@@ -118,7 +118,7 @@ def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
 def _first_loss(plan: Any, model: Any) -> float:
     """Of the first batch, by plain Transformers."""
     inputs = open_inputs(plan)
-    with Feed(open_sampler(plan, inputs.sources), inputs.sources, World(), {"main": 2}, False) as feed:
+    with BatchLoader(open_sampler(plan, inputs.sources), inputs.sources, World(), {"main": 2}, False) as feed:
         batch = feed.at(RunState())
         total, count = 0.0, 0
         for micro in batch.micro_batches:

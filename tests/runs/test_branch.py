@@ -108,7 +108,7 @@ def test_p13_the_first_step_of_a_branch_has_the_new_schedules_rate_in_every_grou
     _branched(parent, run_file, 8, accepting)
     rates = run_ranks(record_run, 2, str(run_file), accepting)[0].rates
     schedule_ahead = load_plan(run_file, accepting).schedule
-    assert rates == {step: [schedule_ahead.rate(step - 1)] * len(rates[9]) for step in (9, 10)}
+    assert rates == {step: [schedule_ahead.lr(step - 1)] * len(rates[9]) for step in (9, 10)}
     assert rates[9] == [pytest.approx(2e-3)] * len(rates[9])
     assert len(rates[9]) > 1
 

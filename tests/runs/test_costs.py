@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint.manifest import owner, parse_manifest
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.manifest import owner_rank, parse_manifest
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_FINISHED
@@ -51,12 +51,12 @@ def _resume(world: World, run_file: str) -> tuple[float, float]:
     barrier(world)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     memory, read = _status("VmHWM"), _read_bytes()
-    found = store.find(Places(plan.out, plan.out), world)
+    found = store.find(StorageLayout(plan.out, plan.out), world)
     assert found is not None
     store.restore(found, engine, 7, world)
     memory, read = _status("VmHWM") - memory, _read_bytes() - read + sum(mapped)
     patch.undo()
-    own = sum(e.bytes for name, e in found.manifest.files.items() if owner(name) == world.rank)
+    own = sum(e.bytes for name, e in found.manifest.files.items() if owner_rank(name) == world.rank)
     return memory / own, read / own
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ds_pretrain.commands.cli import main
-from ds_pretrain.commands.sample import trained_model
+from ds_pretrain.commands.sample import load_trained_model
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.training.curriculum import model_text
-from ds_pretrain.watchdog.rollback_log import read_cure
+from ds_pretrain.training.curriculum import resolve_model_text
+from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import record_run
 from tests.models.rope_reference import check_rope
 from tests.ranks import KILLED, run_ranks
@@ -108,8 +108,10 @@ def test_what_a_checkpoint_says_of_its_model_is_what_was_trained(straight: Any) 
     saved = json.loads((last / "model.json").read_text())
     assert saved["max_position_embeddings"] == 1024
     assert saved["rope_parameters"]["rope_theta"] == 8e4
-    assert model_text(plan, LONG) == (folder / "model.json").read_text()  # of before the change, as it was
-    model = trained_model(plan, last)
+    assert (
+        resolve_model_text(plan, LONG) == (folder / "model.json").read_text()
+    )  # of before the change, as it was
+    model = load_trained_model(plan, last)
     assert check_rope(model).problems == ()
     assert model.config.rope_parameters["rope_theta"] == 8e4
 
@@ -138,7 +140,7 @@ def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind
     # What is poisoned is what the last four steps of the first phase read.
     ranks = run_ranks(record_run, 2, str(run_file), faults=[POISON])
     assert [rank.code for rank in ranks] == [0, 0]
-    [skip] = read_cure(tmp_path / "out").ledger.skips
+    [skip] = read_rollback_log(tmp_path / "out").ledger.skips
     assert (skip.phase, skip.stop) == ("main", 24 * 8)
     assert [record["phase"] for record in trace(tmp_path / "out")] == ["main"] * 24 + ["long"] * 16
     assert main(["audit", str(tmp_path / "out"), "--all"]) == 0  # each sample once, and no token twice

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.checkpoint.manifest import step_of
+from ds_pretrain.checkpoint.manifest import parse_step
 from ds_pretrain.checkpoint.verify import recover
 from tests.checkpoint.test_upload import POINTS
 from tests.harness import Kill, record_run, restore_and_save, start
@@ -174,7 +174,7 @@ def test_a_start_killed_while_it_fetches_what_was_shipped_goes_on_to_the_same_bi
     assert [ended.code for ended in run_ranks(start, 2, str(run_file), overrides)] == [0, 0]
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # the disk is lost; at the place, what came after step 4
     for folder in vault.glob("step_*"):
-        if step_of(folder.name) not in (2, 4):
+        if parse_step(folder.name) not in (2, 4):
             shutil.rmtree(folder)
     for kill in kills:
         if kill.rank == 1:  # which may have all of its files from the start before

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest, published, step_name
+from ds_pretrain.checkpoint.manifest import MANIFEST, list_published, parse_manifest, step_name
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import EXIT_BAD_INPUT
@@ -19,7 +19,7 @@ from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.data.loader import read_samples
 from ds_pretrain.data.sampler import make_sampler
 from ds_pretrain.training.preflight import open_inputs
-from ds_pretrain.watchdog.rollback_log import read_cure
+from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import Fault, Kill, record_run, start
 from tests.ranks import KILLED, run_ranks
 from tests.runs.results import counted, trace, validations
@@ -48,7 +48,7 @@ def _poison(first_step: int, last_step: int) -> Fault:
 def _require_exact(run_file: Path) -> list[tuple[int, int]]:
     """The ledger's intervals, after all draws but their union were found trained once each, in order."""
     out = run_file.parent / "out"
-    ledger = read_cure(out).ledger
+    ledger = read_rollback_log(out).ledger
     union = {draw for skip in ledger.skips for draw in range(skip.start, skip.stop)}
     steps = counted(run_file)
     assert list(steps) == list(range(1, STEPS + 1))
@@ -60,7 +60,7 @@ def _require_exact(run_file: Path) -> list[tuple[int, int]]:
     assert [r["samples"] for r in records] == [BATCH * step for step in range(1, STEPS + 1)]
     assert sorted(validations(out)) == list(range(4, STEPS + 1, 4))
     assert main(["audit", str(run_file), "--all"]) == 0
-    for folder in published(out / "checkpoints"):
+    for folder in list_published(out / "checkpoints"):
         _require_counters(folder)
     return [(skip.start, skip.stop) for skip in ledger.skips]
 
@@ -95,13 +95,15 @@ def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_anot
     bad = [_poison(14, 16), _poison(22, 25)]
     killed = run_ranks(record_run, 2, str(run_file), faults=bad, kill=Kill(None, "load"), allow_kill=True)
     assert killed == [KILLED] * 2  # the first skip is written down, and its checkpoint not loaded
-    [first] = read_cure(tmp_path / "out").rollbacks
+    [first] = read_rollback_log(tmp_path / "out").rollbacks
     shutil.rmtree(tmp_path / "out/checkpoints" / step_name(first.to_step))
     [ended] = run_ranks(record_run, 1, str(run_file), faults=bad)
     assert ended.code == 0, ended.stderr
     assert [r.response for r in ended.final.rollbacks] == ["skip", "skip"]
     assert ended.trained[0][0] < first.to_step + 1
-    skip = read_cure(tmp_path / "out").ledger.skips[0]  # known before the restart: the data is told again
+    skip = read_rollback_log(tmp_path / "out").ledger.skips[
+        0
+    ]  # known before the restart: the data is told again
     assert (
         f"skipped    {skip.stop - skip.start} samples of main; with these left out the data of"
         in ended.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.watchdog.replay import Replay
 from tests.harness import Fault, record_run
 from tests.ranks import run_ranks
@@ -47,7 +47,7 @@ def held() -> Counter[str]:
     for one in ours:
         if isinstance(one, Replay):
             held["steps of replays"] += len(one.first)
-        elif isinstance(one, Feed):
+        elif isinstance(one, BatchLoader):
             held["batches ahead"] += len(one._ahead)
     return held
 

@@ -9,7 +9,7 @@ import pytest
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint.manifest import FileEntry
 from ds_pretrain.checkpoint.save import publish
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.checkpoint.verify import Problem, assemble
 from ds_pretrain.commands.cli import main
 from ds_pretrain.core.distributed import World
@@ -101,9 +101,9 @@ def test_a_file_that_is_another_here_than_where_it_was_written_stops_a_publicati
 
 def test_pieces_that_nobody_has_are_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    outcome = assemble(Places(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World())
+    outcome = assemble(StorageLayout(tmp_path, tmp_path / "out", per_host=True), MANIFEST, "{}", World())
     assert isinstance(outcome, Problem)
-    assert outcome.lasts
+    assert outcome.is_permanent
     assert outcome.text.endswith("is on no host")
 
 

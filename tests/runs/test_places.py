@@ -11,13 +11,13 @@ import pytest
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import upload as ship_module
 from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest
-from ds_pretrain.checkpoint.retention import is_shipped
+from ds_pretrain.checkpoint.retention import is_uploaded
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import Plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.training.saver import Shipping
+from ds_pretrain.training.saver import Uploads
 from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
 from tests.harness import Record, Stop, record_run, start
 from tests.ranks import run_ranks
@@ -106,7 +106,7 @@ def test_each_host_saves_its_own_shards_and_the_run_directory_gets_whole_copies(
         held = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
         assert f"rng/rank_{rank:05d}.pt" in held
         assert f"rng/rank_{1 - rank:05d}.pt" not in held
-        assert is_shipped(folder)
+        assert is_uploaded(folder)
         assert _steps(folder.parent) == [4, 6]  # and of the older ones only what was shipped is gone
     copies = out / "checkpoints" / "step_000000006"
     assert {p.relative_to(copies).as_posix() for p in copies.rglob("*") if p.is_file()} >= set(manifest.files)
@@ -281,7 +281,7 @@ def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) 
     from ds_pretrain.checkpoint.remote import Remote
 
     def dead(self: Remote, step: int, name: str, path: Path) -> Any:
-        raise ConnectionError(f"{self.place}: cannot read {name} of step {step}: the host is down")
+        raise ConnectionError(f"{self.location}: cannot read {name} of step {step}: the host is down")
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Remote, "fetch", dead)
@@ -304,8 +304,8 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
 def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     patch = pytest.MonkeyPatch()
     patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
-    patch.setattr(ship_module.Shipper, "start", lambda self: None)
-    patch.setattr(ship_module.Shipper, "revive", lambda self: None)
+    patch.setattr(ship_module.Uploader, "start", lambda self: None)
+    patch.setattr(ship_module.Uploader, "revive", lambda self: None)
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended
@@ -381,8 +381,8 @@ def _shipping_nothing(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], stop: Stop | None
 ) -> Record:
     patch = pytest.MonkeyPatch()
-    patch.setattr(ship_module.Shipper, "start", lambda self: None)
-    patch.setattr(ship_module.Shipper, "revive", lambda self: None)
+    patch.setattr(ship_module.Uploader, "start", lambda self: None)
+    patch.setattr(ship_module.Uploader, "revive", lambda self: None)
     patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
     patch.setattr(train_module, "STOP_PATIENCE_SECONDS", 0.0)
     ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
@@ -417,14 +417,14 @@ def _until_6_is_shipped(
 ) -> Record:
     """A start that waits for this one checkpoint and no longer."""
     patch = pytest.MonkeyPatch()
-    finish, arrived = Shipping.finish, Path(out) / "checkpoints" / "step_000000006" / MANIFEST
+    finish, arrived = Uploads.finish, Path(out) / "checkpoints" / "step_000000006" / MANIFEST
 
-    def waited(self: Shipping, patience_seconds: float) -> None:
+    def waited(self: Uploads, patience_seconds: float) -> None:
         while not arrived.exists():
             time.sleep(0.05)
         finish(self, 0.0)
 
-    patch.setattr(Shipping, "finish", waited)
+    patch.setattr(Uploads, "finish", waited)
     ended = _on_its_own_host(world, run_file, hosts, overrides)
     patch.undo()
     return ended

@@ -22,7 +22,7 @@ from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.run_files import RankRecord, StopSignal, read_exit, read_ranks
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.training import saver as saving
 from ds_pretrain.training import setup as opening
 from tests.harness import Record, at_write_points, start
@@ -54,7 +54,7 @@ BY_CALL: dict[str, tuple[Any, str]] = {
     "validation": (train_module, "evaluate"),
     "snapshot": (snapshot.Snapshot, "settle"),
     "memory check": (saving, "fits_in_memory"),
-    "data wait": (Feed, "at"),
+    "data wait": (BatchLoader, "at"),
 }
 BY_WRITE_POINT = {
     "background write": "write .*optim_states.pt",
@@ -116,7 +116,7 @@ def start_and_terminate(world: World, run_file: str, term: Term | None, override
     if term is not None:
         _before(train_module, "take_step", lambda: time.sleep(0.01))
     if term is not None and term.at == "data wait":
-        _before(Feed, "at", lambda: time.sleep(0.2))
+        _before(BatchLoader, "at", lambda: time.sleep(0.2))
     return start(world, run_file, overrides)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ds_pretrain.checkpoint.manifest import parse_manifest, published
+from ds_pretrain.checkpoint.manifest import list_published, parse_manifest
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
@@ -23,7 +23,7 @@ PLAIN = {**LLAMA, "attention_dropout": 0.0}
 
 
 def _probes(out: Path) -> dict[int, Any]:
-    folders = published(out / "checkpoints")
+    folders = list_published(out / "checkpoints")
     manifests = [parse_manifest((folder / "manifest.json").read_text()) for folder in folders]
     return {manifest.step: manifest.probe for manifest in manifests}
 
@@ -64,7 +64,7 @@ def _restored_loss(world: World, run_file: str) -> float:
     from ds_pretrain.training import resume
 
     losses: list[float] = []
-    mean_loss = resume._mean_loss
+    mean_loss = resume._compute_mean_loss
 
     def kept(*args: Any) -> Any:
         loss, checksum = mean_loss(*args)
@@ -72,7 +72,7 @@ def _restored_loss(world: World, run_file: str) -> float:
         return loss, checksum
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(resume, "_mean_loss", kept)
+    patch.setattr(resume, "_compute_mean_loss", kept)
     start(world, run_file)
     patch.undo()
     return losses[0]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ds_pretrain.config.plan import load_plan
-from ds_pretrain.core.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_PERSON
+from ds_pretrain.core.errors import EXIT_CANNOT_SAVE, EXIT_NEEDS_OPERATOR
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.core.state import RunState, Skip
 from ds_pretrain.data.indexed import open_source
 from ds_pretrain.data.sampler import make_sampler
-from ds_pretrain.watchdog.rollback_log import read_cure
+from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import Fault, Kill, record_run
 from tests.ranks import KILLED, run_ranks
 from tests.runs.conftest import Trained
@@ -41,7 +41,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert [r["response"] for r in rollbacks] == ["replay", "skip"]
     assert [r["onset"] for r in rollbacks] == [21, 21]
     assert rollbacks[1]["to_step"] < rollbacks[0]["to_step"] < 21
-    [skip] = read_cure(out).ledger.skips
+    [skip] = read_rollback_log(out).ledger.skips
     assert skip.start <= POISON.first
     assert skip.stop >= POISON.stop
     assert _final_loss(out) == pytest.approx(_final_loss(healthy_run[1].parent / "out"), abs=0.05)
@@ -73,7 +73,7 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
     [phase] = plan.run.phases
     sampler = make_sampler(plan.run.seed, plan.timeline, {phase.name: phase.mixture}, sources)
     skip = Skip(phase.name, fault.first, fault.stop, "", 0, 0)
-    return set(sampler.skipped(skip).listed())
+    return set(sampler.skipped(skip).to_list())
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("state", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay"]
-    assert read_cure(tmp_path / "out").ledger.skips == ()
+    assert read_rollback_log(tmp_path / "out").ledger.skips == ()
 
 
 def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
@@ -118,7 +118,7 @@ def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
 def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[ABSURD])
-    assert [rank.code for rank in ranks] == [EXIT_NEEDS_PERSON] * 2
+    assert [rank.code for rank in ranks] == [EXIT_NEEDS_OPERATOR] * 2
     said = ranks[0].stderr
     assert "nothing is left to try: it came back at the same place after replay, then skip" in said
     assert "replay from step" in said
@@ -127,7 +127,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert "The next start goes on from the checkpoint of step" in said
     [told] = _events(out, "needs_operator")
     assert told["diagnosis"] in said
-    assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip", "stop"]
+    assert [r.response for r in read_rollback_log(out).rollbacks] == ["replay", "skip", "stop"]
     where_it_stood = max(record["step"] for record in _events(out, "checkpoint"))
     assert where_it_stood == told["step"]  # kept, to be looked at
     again = run_ranks(record_run, 2, str(run_file))  # a person has mended the rate
@@ -145,7 +145,7 @@ def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(t
     killed: dict[str, Any] = {"kill": Kill(None, "person"), "allow_kill": True}
     assert run_ranks(record_run, 2, *stops, faults=[ABSURD], **killed) == [KILLED] * 2
     silent = run_ranks(record_run, 2, *stops, faults=[ABSURD])  # a supervisor would start again what had died
-    assert [rank.code for rank in silent] == [EXIT_NEEDS_PERSON] * 2
+    assert [rank.code for rank in silent] == [EXIT_NEEDS_OPERATOR] * 2
     assert "the run died before it could end with this; it does now" in silent[0].stderr
     newest_step = max(record["step"] for record in _events(tmp_path / "out", "checkpoint"))
     ranks = run_ranks(record_run, 2, str(run_file), ('watchdog.mode="observe"',))
@@ -153,7 +153,7 @@ def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(t
     assert [r["step"] for r in _events(tmp_path / "out", "resume")] == [newest_step]
     saved = tmp_path / "out" / "checkpoints" / "step_000000040" / "run_state.json"
     newest = RunState.from_json(saved.read_text())
-    assert not read_cure(tmp_path / "out").abandons(newest)  # it knows of the stop
+    assert not read_rollback_log(tmp_path / "out").is_abandoned(newest)  # it knows of the stop
 
 
 def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wrong(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
             EXIT_CANNOT_SAVE,
             "rollbacks.json, so it is not made: [Errno 28] No space left on device; make room",
         ),
-        (("watchdog.policy=[]",), EXIT_NEEDS_PERSON, "nothing is left to try: watchdog.policy is empty"),
+        (("watchdog.policy=[]",), EXIT_NEEDS_OPERATOR, "nothing is left to try: watchdog.policy is empty"),
     ):
         faults = [POISON, Fault("full_disk")]
         [ended] = run_ranks(record_run, 1, str(run_file), overrides, faults=faults)
@@ -213,7 +213,7 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
     spent = make_sick_run(tmp_path / "spent")
     ranks = run_ranks(record_run, 2, str(spent), ("watchdog.max_rollbacks=1",), faults=[POISON])
-    assert [rank.code for rank in ranks] == [EXIT_NEEDS_PERSON] * 2
+    assert [rank.code for rank in ranks] == [EXIT_NEEDS_OPERATOR] * 2
     assert "1 rollback in 5000 steps is all that is allowed" in ranks[0].stderr
 
     observed = make_sick_run(tmp_path / "observed")
@@ -244,8 +244,8 @@ def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
     cut = run_ranks(record_run, 2, str(cut_file), faults=[POISON])
     assert [rank.code for rank in cut] == [0, 0]
     out = tmp_path / "out"
-    assert len(read_cure(out).ledger.skips) == 1
-    assert [r.response for r in read_cure(out).rollbacks] == ["replay", "skip"]
+    assert len(read_rollback_log(out).ledger.skips) == 1
+    assert [r.response for r in read_rollback_log(out).rollbacks] == ["replay", "skip"]
     assert [rank.digest for rank in cut] == [rank.digest for rank in whole]
     assert trace(out)[-10:] == trace(whole_file.parent / "out")[-10:]
     for kind in ("rollback", "high_loss_samples"):  # told at the next start where the process died before it

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.watchdog.rollback_log import read_cure
+from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import Fault, Record, record_run
 from tests.ranks import run_ranks
 from tests.runs.results import trace, validations
@@ -40,7 +40,7 @@ def _skipped_run(folder: Path, **more: Any) -> tuple[Path, list[Record], int]:
     run_file = make_sick_run(folder, **more)
     ranks: list[Record] = run_ranks(record_run, 2, str(run_file), faults=[POISON])
     assert [r.code for r in ranks] == [0, 0], ranks[0].stderr
-    replay, skip = read_cure(folder / "out").rollbacks
+    replay, skip = read_rollback_log(folder / "out").rollbacks
     assert (replay.response, skip.response) == ("replay", "skip")
     return run_file, ranks, skip.to_step
 

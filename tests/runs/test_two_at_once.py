@@ -13,9 +13,9 @@ import pytest
 from ds_pretrain.checkpoint import reshard as convert
 from ds_pretrain.checkpoint import restore as store
 from ds_pretrain.checkpoint import snapshot, universal
-from ds_pretrain.checkpoint.manifest import cache_of, step_name
+from ds_pretrain.checkpoint.manifest import step_name, universal_folder
 from ds_pretrain.checkpoint.retention import prune
-from ds_pretrain.checkpoint.storage import Places
+from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.core.distributed import World, barrier
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, RunError
 from tests import harness
@@ -53,7 +53,7 @@ def _spied(world: World, folder: str) -> list[tuple[str, str]]:
         if host_world.is_main:
             prune(root, keep=2, keep_every=None)
         barrier(world)
-    assert store.find(Places(root, root), host_world) is not None
+    assert store.find(StorageLayout(root, root), host_world) is not None
     patch.undo()
     return done
 
@@ -169,5 +169,5 @@ def test_p40_two_conversions_at_once_leave_one_whole_form(tmp_path: Path) -> Non
     ends = run_ranks(_convert_at_once, 2, str(folder))
     refused = f"InputError: {folder} is being converted by another program; wait until "
     assert sorted(end.startswith(refused) for end in ends if end != "converted") in ([], [True]), ends
-    form = universal.open_foreign(cache_of(folder), [], World())
+    form = universal.open_foreign(universal_folder(folder), [], World())
     assert form.state.step == 3

@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.checkpoint.manifest import published, step_of
+from ds_pretrain.checkpoint.manifest import list_published, parse_step
 from ds_pretrain.commands.cli import main
-from ds_pretrain.commands.verify_resume import Place, covered, first_difference, verify_resume
+from ds_pretrain.commands.verify_resume import (
+    Workdir,
+    describe_coverage,
+    find_first_difference,
+    verify_resume,
+)
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.timeline import Segment, Timeline
 from ds_pretrain.core.distributed import World
@@ -121,7 +126,7 @@ def test_what_is_saved_at_a_phases_end_between_the_two_saves_is_out_of_the_secon
     run_file = make_run(tmp_path)
     change = LONG.replace("6 steps", "3 steps")
     run_file.write_text(run_file.read_text().replace("[validation]", f"{change}[validation]"))
-    place, found = Place(tmp_path / "out.verify-resume"), []
+    place, found = Workdir(tmp_path / "out.verify-resume"), []
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
         found.append(published_steps(place))
@@ -134,14 +139,14 @@ def test_what_is_saved_at_a_phases_end_between_the_two_saves_is_out_of_the_secon
     assert "proved     a resume after step 2, through steps 3 to 4: main, long" in capsys.readouterr().out
 
 
-def published_steps(place: Place) -> list[int | None]:
+def published_steps(place: Workdir) -> list[int | None]:
     """Those that a start would find, newest first."""
-    return [step_of(folder.name) for folder in published(place.out / "checkpoints")]
+    return [parse_step(folder.name) for folder in list_published(place.out / "checkpoints")]
 
 
 def test_all_that_was_saved_after_the_middle_is_put_aside_whatever_its_name_ends_in(tmp_path: Path) -> None:
     """A start would give a whole `.replaced.partial` its name back, and go on from there."""
-    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    run_file, place = str(make_run(tmp_path)), Workdir(tmp_path / "out.verify-resume")
     endings = ("step_000000005", "step_000000005.replaced.partial", "step_000000004.abandoned_1")
     seen: list[list[str]] = []
 
@@ -170,7 +175,7 @@ def test_all_that_was_saved_after_the_middle_is_put_aside_whatever_its_name_ends
 def test_a_second_launch_that_did_not_go_on_from_the_middle_proves_nothing(
     event: dict[str, Any], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    run_file, place = str(make_run(tmp_path)), Workdir(tmp_path / "out.verify-resume")
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
         for step in (3, 6):
@@ -205,13 +210,13 @@ def test_a_branch_is_proven_from_its_first_checkpoint_which_has_its_parents_past
 def test_what_was_proven_is_told_by_phase_and_batch() -> None:
     segments = (("main", 0, 4, 64), ("main", 4, 8, 128), ("long", 8, 12, 128))
     timeline = Timeline(tuple(Segment(p, a, b, 16, t // 16, 0, 0, 0) for p, a, b, t in segments))
-    assert list(covered(timeline, 3, 6)) == [
+    assert list(describe_coverage(timeline, 3, 6)) == [
         "proved     a resume after step 3, through steps 4 to 6: main (64 tokens a step), main (128 tokens a "
         "step)",
         "not proved long from step 8; --from STEP begins at a checkpoint of the run: with one from K steps "
         "before a change, the resume stands right on it",
     ]
-    assert next(covered(timeline, 4, 8)).endswith("steps 5 to 8: main (128 tokens a step)")
+    assert next(describe_coverage(timeline, 4, 8)).endswith("steps 5 to 8: main (128 tokens a step)")
 
 
 def nothing(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +229,7 @@ def draws_a_random_number(world: World, engine: Any, patch: pytest.MonkeyPatch) 
 
 
 def spoils_a_moment(world: World, engine: Any, patch: pytest.MonkeyPatch) -> None:
-    for part in partitions.parts(engine._engine):
+    for part in partitions.list_parts(engine._engine):
         if part.name == "lm_head.weight":
             part.moments["exp_avg"].mul_(1.5)
 
@@ -266,10 +271,10 @@ def test_what_a_resume_changes_is_named(
     assert findings[0].startswith(named[0])
     assert len(findings) == 1 or plant is not draws_a_random_number
     assert said[-1] == f"kept for a closer look: {tmp_path}/out.verify-resume"
-    assert Place(tmp_path / "out.verify-resume").straight(2 * K).is_dir()
+    assert Workdir(tmp_path / "out.verify-resume").straight(2 * K).is_dir()
 
 
-def _fake(place: Place, code: int, *saved: int) -> Callable[[Sequence[str], Sequence[str]], int]:
+def _fake(place: Workdir, code: int, *saved: int) -> Callable[[Sequence[str], Sequence[str]], int]:
     """A launch that only leaves folders with a checkpoint's name."""
 
     def start(overrides: Sequence[str], flags: Sequence[str]) -> int:
@@ -302,7 +307,7 @@ def test_a_launch_that_does_not_come_to_its_end_proves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    run_file, place = str(make_run(tmp_path)), Workdir(tmp_path / "out.verify-resume")
     assert verify_resume(run_file, (), 3, _fake(place, code, *saved)) == expected
     out = capsys.readouterr().out
     assert said in out
@@ -348,7 +353,7 @@ def test_a_run_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_somebody_elses_folder_is_left_alone_and_an_earlier_proof_is_replaced(tmp_path: Path) -> None:
-    run_file, place = str(make_run(tmp_path)), Place(tmp_path / "out.verify-resume")
+    run_file, place = str(make_run(tmp_path)), Workdir(tmp_path / "out.verify-resume")
     place.straight(6).mkdir(parents=True)
     with pytest.raises(InputError, match="was not made by verify-resume, which needs a folder of that name"):
         verify_resume(run_file, (), 3, _fake(place, 1))
@@ -367,7 +372,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     run_file = str(make_run(tmp_path))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot write there"):
-        verify_resume(run_file, (f"out={tmp_path}/file/out",), 3, _fake(Place(tmp_path), 1))
+        verify_resume(run_file, (f"out={tmp_path}/file/out",), 3, _fake(Workdir(tmp_path), 1))
 
 
 RECORD = {
@@ -399,14 +404,14 @@ OTHER = {
 def test_the_first_step_that_differs_is_named_with_what_differs(field: str, other: Any, line: str) -> None:
     straight = {step: dict(RECORD) for step in (3, 4, 5)}
     resumed = {3: dict(RECORD), 4: {**RECORD, field: other}, 5: {**RECORD, "batch_checksum": 0}}
-    found = first_difference(straight, resumed, range(3, 6))
+    found = find_first_difference(straight, resumed, range(3, 6))
     assert found is not None
     assert found.startswith(line)
 
 
 def test_steps_alike_have_no_difference_and_a_step_without_a_record_is_one() -> None:
     records = {step: {**RECORD, "loss": float("nan")} for step in (3, 4)}
-    assert first_difference(records, {step: dict(RECORD) for step in (3, 4)}, range(3, 5)) is None
+    assert find_first_difference(records, {step: dict(RECORD) for step in (3, 4)}, range(3, 5)) is None
     missing = "run has no record of it in metrics.jsonl"
-    assert first_difference(records, {3: RECORD}, range(3, 5)) == f"step 4: the resumed {missing}"
-    assert first_difference({}, records, range(3, 5)) == f"step 3: the uninterrupted {missing}"
+    assert find_first_difference(records, {3: RECORD}, range(3, 5)) == f"step 4: the resumed {missing}"
+    assert find_first_difference({}, records, range(3, 5)) == f"step 3: the uninterrupted {missing}"

@@ -11,11 +11,17 @@ import pytest
 
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.core.text import changed_fields
-from ds_pretrain.training.compatibility import claim, directory_problems, past_changes, ropes_until, with_unit
+from ds_pretrain.core.text import find_changed_fields
+from ds_pretrain.training.compatibility import (
+    check_directory,
+    claim_run,
+    find_past_changes,
+    format_with_unit,
+    list_ropes_until,
+)
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.record import KnownRun, note_saved, read_record
-from ds_pretrain.watchdog.rollback_log import write_cure
+from ds_pretrain.watchdog.rollback_log import write_rollback_log
 from tests.scenario import deepspeed_json, make_run, write_corpus
 from tests.training.test_record import refusal, start
 
@@ -70,17 +76,17 @@ def test_a_change_is_of_the_past_from_the_step_on_that_it_would_have_altered(
     path: str, value: Any, first_bound: int
 ) -> None:
     new = _changed(path, value)
-    assert changed_fields(OLD, new)
+    assert find_changed_fields(OLD, new)
     for step in (0, 1, max(0, first_bound - 1), first_bound, 1000):
-        assert bool(past_changes(OLD, new, step)) == (step >= first_bound), step
-    assert past_changes(OLD, new, None)
+        assert bool(find_past_changes(OLD, new, step)) == (step >= first_bound), step
+    assert find_past_changes(OLD, new, None)
 
 
 def test_a_ramp_ahead_may_be_added_and_one_that_scales_rates_of_the_past_may_not() -> None:
     plain = {**OLD, "batch": PLAIN}
     ramped = {**OLD, "batch": {**PLAIN, "tokens": 8192, "ramp": [[0, 4096], [300, 8192]]}}
-    assert not past_changes(plain, ramped, 300)
-    assert past_changes(plain, ramped, 301)
+    assert not find_past_changes(plain, ramped, 300)
+    assert find_past_changes(plain, ramped, 301)
     linear = {**OLD, "batch": {"tokens": 4096, "ramp": [[0, 1024], [300, 4096]], "lr_scaling": "linear"}}
     larger = {
         **OLD,
@@ -88,11 +94,13 @@ def test_a_ramp_ahead_may_be_added_and_one_that_scales_rates_of_the_past_may_not
     }
     for identity, tokens in ((linear, 4096), (larger, 8192)):
         identity["batch"]["lr_reference_tokens"] = tokens
-    assert set(past_changes(linear, larger, 100)) == {"batch.lr_reference_tokens"}  # an eighth, not a fourth
-    assert not past_changes(
+    assert set(find_past_changes(linear, larger, 100)) == {
+        "batch.lr_reference_tokens"
+    }  # an eighth, not a fourth
+    assert not find_past_changes(
         linear, {**larger, "batch": {**larger["batch"], "lr_reference_tokens": 4096}}, 700
     )
-    assert not past_changes({**OLD, "batch": {**linear["batch"], "lr_scaling": "none"}}, OLD, 100)
+    assert not find_past_changes({**OLD, "batch": {**linear["batch"], "lr_scaling": "none"}}, OLD, 100)
 
 
 def test_a_rule_may_come_with_a_ramp_ahead_if_its_rates_are_meant_for_the_batch_of_the_past() -> None:
@@ -104,19 +112,19 @@ def test_a_rule_may_come_with_a_ramp_ahead_if_its_rates_are_meant_for_the_batch_
         "lr_scaling": "sqrt",
         "lr_reference_tokens": 8192,
     }
-    assert set(past_changes(plain, {**OLD, "batch": ramp}, 100)) == {
+    assert set(find_past_changes(plain, {**OLD, "batch": ramp}, 100)) == {
         "batch.lr_scaling",
         "batch.lr_reference_tokens",
     }
-    assert not past_changes(plain, {**OLD, "batch": {**ramp, "lr_reference_tokens": 4096}}, 300)
+    assert not find_past_changes(plain, {**OLD, "batch": {**ramp, "lr_reference_tokens": 4096}}, 300)
 
 
 def test_a_phase_name_may_hold_dots() -> None:
     dotted = {**OLD, "phases": {"main": OLD["phases"]["main"], "v1.0": OLD["phases"]["long"]}}
-    assert not past_changes(OLD, dotted, 600)
-    assert set(past_changes(OLD, dotted, 601)) == {"phases.long", "phases.v1.0"}
+    assert not find_past_changes(OLD, dotted, 600)
+    assert set(find_past_changes(OLD, dotted, 601)) == {"phases.long", "phases.v1.0"}
     longer = {**dotted, "phases": {**dotted["phases"], "v1.0": {**OLD["phases"]["long"], "seq_len": 128}}}
-    assert set(past_changes(dotted, longer, 601)) == {"phases.v1.0.seq_len"}
+    assert set(find_past_changes(dotted, longer, 601)) == {"phases.v1.0.seq_len"}
 
 
 def test_weights_that_draw_the_same_are_the_same_whatever_their_scale() -> None:
@@ -124,44 +132,47 @@ def test_weights_that_draw_the_same_are_the_same_whatever_their_scale() -> None:
         return _changed("phases.main.mixture", weights)
 
     old = mixed(web=1.0, math=1.0)
-    assert not past_changes(old, mixed(web=2.0, math=2.0), 100)
-    assert not past_changes(old, mixed(web=1.0, math=1.0 + 1e-6), 100)  # not one draw in a block
-    assert set(past_changes(old, mixed(web=1.0, math=1.01), 100)) == {"phases.main.mixture.math"}
-    assert past_changes(old, mixed(web=1.0), 100)
-    assert not past_changes(old, mixed(web=1.0), 0)
+    assert not find_past_changes(old, mixed(web=2.0, math=2.0), 100)
+    assert not find_past_changes(old, mixed(web=1.0, math=1.0 + 1e-6), 100)  # not one draw in a block
+    assert set(find_past_changes(old, mixed(web=1.0, math=1.01), 100)) == {"phases.main.mixture.math"}
+    assert find_past_changes(old, mixed(web=1.0), 100)
+    assert not find_past_changes(old, mixed(web=1.0), 0)
 
 
 def test_both_values_are_told() -> None:
     new = _changed("phases.long.seq_len", 128)
-    assert past_changes(OLD, new, 700) == {"phases.long.seq_len": (64, 128)}
+    assert find_past_changes(OLD, new, 700) == {"phases.long.seq_len": (64, 128)}
 
 
 def test_a_cosine_of_another_length_alters_all_of_its_past() -> None:
     new = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "min_lr_ratio": 0.1}}
     longer = {**OLD, "schedule": {"kind": "cosine", **SCHEDULE, "length": 1001, "min_lr_ratio": 0.1}}
-    assert not past_changes(new, longer, 101)  # the same warmup
-    assert past_changes(new, longer, 103)
-    assert past_changes(OLD, new, 103)
+    assert not find_past_changes(new, longer, 101)  # the same warmup
+    assert find_past_changes(new, longer, 103)
+    assert find_past_changes(OLD, new, 103)
 
 
 def test_of_a_schedule_only_what_alters_past_rates_is_told() -> None:
     """A branch shortens the run on purpose; what it got wrong is the peak."""
     new = deepcopy(OLD)
     new["schedule"] |= {"length": 700, "decay": 100, "peak_lr": 1e-4}
-    assert list(past_changes(OLD, new, 500)) == ["schedule.peak_lr"]
+    assert list(find_past_changes(OLD, new, 500)) == ["schedule.peak_lr"]
     new["schedule"]["peak_lr"] = OLD["schedule"]["peak_lr"]
-    assert past_changes(OLD, new, 601) == {}
-    assert set(past_changes(OLD, new, 602)) == {"schedule.length", "schedule.decay"}  # the new one has begun
+    assert find_past_changes(OLD, new, 601) == {}
+    assert set(find_past_changes(OLD, new, 602)) == {
+        "schedule.length",
+        "schedule.decay",
+    }  # the new one has begun
 
 
 def test_a_source_is_of_the_past_once_a_phase_has_drawn_from_it() -> None:
     old = {**OLD, "sources": {"web": "a", "math": "b"}}
     new = {**deepcopy(OLD), "sources": {"web": "a", "math": "c", "books": "d"}}
     new["phases"]["anneal"] = ANNEAL
-    assert past_changes(old, new, 800) == {}
+    assert find_past_changes(old, new, 800) == {}
     changed = {**new, "sources": {"web": "x"}}
-    assert past_changes(old, changed, 1) == {"sources.web": ("a", "x")}
-    assert "sources.math" in past_changes(old, new, 801)
+    assert find_past_changes(old, changed, 1) == {"sources.web": ("a", "x")}
+    assert "sources.math" in find_past_changes(old, new, 801)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +189,8 @@ def test_a_source_is_of_the_past_once_a_phase_has_drawn_from_it() -> None:
 def test_of_a_phase_that_data_is_skipped_of_the_draws_are_fixed_also_before_its_first_step(
     path: str, value: Any, is_bound: bool
 ) -> None:
-    assert not past_changes(OLD, _changed(path, value), 600)
-    assert bool(past_changes(OLD, _changed(path, value), 600, {"long"})) == is_bound
+    assert not find_past_changes(OLD, _changed(path, value), 600)
+    assert bool(find_past_changes(OLD, _changed(path, value), 600, {"long"})) == is_bound
 
 
 def test_sources_and_chunks_of_a_phase_that_data_is_skipped_of_are_fixed() -> None:
@@ -188,23 +199,23 @@ def test_sources_and_chunks_of_a_phase_that_data_is_skipped_of_are_fixed() -> No
     phases = {name: {**phase, "mixture": mixtures[name]} for name, phase in OLD["phases"].items()}
     for section, values in (("sources", ("a", "b")), ("chunk_tokens", (64, 128))):
         old, new = ({**OLD, "phases": phases, section: {"web": value}} for value in values)
-        assert not past_changes(old, new, 600)
-        assert list(past_changes(old, new, 600, {"long"})) == [f"{section}.web"]
+        assert not find_past_changes(old, new, 600)
+        assert list(find_past_changes(old, new, 600, {"long"})) == [f"{section}.web"]
 
 
 def test_a_value_is_told_in_words_and_no_dictionary_is() -> None:
     phase = {"first_step": 1200, "seq_len": 4096, "mixture": {"web": 1.5, "code": 1.0}, "rope": None}
     words = "sequences of 4,096 tokens of 1.5 web, 1 code, from step 1,200 on"
-    assert with_unit("phases.long", phase) == words
+    assert format_with_unit("phases.long", phase) == words
     rope = {"kind": "yarn", "theta": 5e5, "factor": 4.0, "low_freq_factor": None}
-    assert with_unit("phases.long", {**phase, "rope": rope}) == (
+    assert format_with_unit("phases.long", {**phase, "rope": rope}) == (
         f'{words} (rope kind "yarn", theta 500000, factor 4)'
     )
-    assert with_unit("batch.ramp", [[0, 512], [300, 1024]]) == (
+    assert format_with_unit("batch.ramp", [[0, 512], [300, 1024]]) == (
         "512 tokens from step 0 on, 1,024 tokens from step 300 on"
     )
-    assert with_unit("chunk_tokens.web", 4096) == "4,096 tokens"
-    assert with_unit("phases.long.mixture", {}) == "empty"
+    assert format_with_unit("chunk_tokens.web", 4096) == "4,096 tokens"
+    assert format_with_unit("phases.long.mixture", {}) == "empty"
 
 
 # An override of the second start, the field that it changes, and whether accept_changes can let it through.
@@ -255,8 +266,8 @@ def test_past_is_what_the_newest_checkpoint_has_though_a_kill_kept_it_from_being
     note_saved(tmp_path / "out", 4)
     changed = ("schedule.decay=6 steps",)  # the decay would have begun at step 6
     known = KnownRun("step", 4, 1, None, {})
-    assert directory_problems(load_plan(run_file, changed), {}, known) == []
-    [problem] = directory_problems(load_plan(run_file, changed), {}, replace(known, step=8))
+    assert check_directory(load_plan(run_file, changed), {}, known) == []
+    [problem] = check_directory(load_plan(run_file, changed), {}, replace(known, step=8))
     assert "`schedule.decay` is 6 steps" in problem
     assert "`schedule.decay` is 6 steps" in refusal(run_file, *changed, found_step=8)
     assert start(run_file, *changed, found_step=4).changes[-1]["field"] == "schedule.decay"
@@ -321,7 +332,7 @@ def test_a_phase_that_a_rollback_left_and_skips_of_may_not_change_what_it_draws(
     note_saved(tmp_path / "out", 8)
     rollback = Rollback(8, 11, 10, "lasting_spike", "skip", 1)
     ledger = SkipLedger((Skip("long", 8, 24, "lasting_spike", 11, 1),))
-    write_cure(tmp_path / "out", RunState(8, ledger, rollbacks=(rollback,)))
+    write_rollback_log(tmp_path / "out", RunState(8, ledger, rollbacks=(rollback,)))
     run_file.write_text(text.replace("text = 1.0", "text = 0.5, code = 0.5"))
     assert "`phases.long.mixture.text` is 0.5, but the run in" in refusal(run_file, found_step=8)
     run_file.write_text(text.replace("name = 'long'", "name = 'raised'"))
@@ -391,9 +402,9 @@ def test_a_past_rope_may_not_change_and_only_what_differs_is_told(
 def test_the_ropes_up_to_a_step_are_those_of_the_phases_begun_in_their_order() -> None:
     late, early = {"first_step": 8, "rope": {"theta": 2.0}}, {"first_step": 4, "rope": {"theta": 1.0}}
     identity = {"phases": {"late": late, "early": early, "main": {"first_step": 0, "rope": {}}}}
-    assert ropes_until(identity, 7) == [{"theta": 1.0}]
-    assert ropes_until(identity, 8) == [{"theta": 1.0}, {"theta": 2.0}]
-    assert ropes_until({}, 8) == []
+    assert list_ropes_until(identity, 7) == [{"theta": 1.0}]
+    assert list_ropes_until(identity, 8) == [{"theta": 1.0}, {"theta": 2.0}]
+    assert list_ropes_until({}, 8) == []
 
 
 def test_a_rope_ahead_is_noted_by_what_differs(tmp_path: Path) -> None:
@@ -469,7 +480,7 @@ def test_a_section_in_accept_changes_lets_each_of_its_fields_through(tmp_path: P
 def test_all_changes_are_reported_at_once(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
-    problems = directory_problems(
+    problems = check_directory(
         load_plan(run_file, ["seed=8", "schedule.peak_lr=0.5", "model.qk_norm=false"]), {}
     )
     assert len(problems) == 3
@@ -500,22 +511,22 @@ def test_p05_data_that_changed_is_refused_and_a_corpus_that_moved_is_not(tmp_pat
     plan = load_plan(run_file)
     data = open_inputs(plan).data
     plan.out.mkdir()
-    claim(plan, data, None)
+    claim_run(plan, data, None)
 
     for ending in ("bin", "idx", "json"):
         shutil.copy(tmp_path / f"code.{ending}", tmp_path / f"moved.{ending}")
     moved = load_plan(run_file, [f"sources.code={tmp_path}/moved"])
-    assert directory_problems(moved, open_inputs(moved).data) == []
+    assert check_directory(moved, open_inputs(moved).data) == []
 
     write_corpus(tmp_path / "code", seed=99)
     changed = open_inputs(plan).data
-    [problem] = directory_problems(plan, changed)
+    [problem] = check_directory(plan, changed)
     assert "`sources.code` is" in problem
     assert changed["code"] in problem
     assert data["code"] in problem
     assert 'accept_changes = ["sources.code"]' in problem
     accepting = load_plan(run_file, ['accept_changes=["sources.code"]'])
-    record = claim(accepting, changed, None)
+    record = claim_run(accepting, changed, None)
     assert record.changes == (
         {"attempt": 2, "field": "sources.code", "old": data["code"], "new": changed["code"]},
     )
@@ -527,7 +538,7 @@ def test_an_option_of_the_optimizer_that_a_load_would_override_is_refused(tmp_pa
     changed = deepspeed_json()
     changed["optimizer"]["params"] |= {"weight_decay": 0.2, "torch_adam": False}
     (tmp_path / "deepspeed.json").write_text(json.dumps(changed))
-    problems = directory_problems(load_plan(run_file), {})
+    problems = check_directory(load_plan(run_file), {})
     assert len(problems) == 1  # how Adam is computed may change
     assert "`deepspeed.optimizer.params.weight_decay` is 0.2" in problems[0]
 

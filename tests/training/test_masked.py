@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ds_pretrain.commands.sample import whole_model
+from ds_pretrain.commands.sample import build_whole_model
 from ds_pretrain.config.deepspeed import resolve_deepspeed
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import World, gather_rows
-from ds_pretrain.data.loader import to_micro_batch
-from ds_pretrain.engine.engine import ZeroEngine, dtype_of, gather, open_engine, partition
-from ds_pretrain.models.attention import document_inputs, refuse_leaks
+from ds_pretrain.data.loader import build_micro_batch
+from ds_pretrain.engine.engine import ZeroEngine, gather, get_dtype, open_engine, open_partitioning
+from ds_pretrain.models.attention import bind_attention_inputs, refuse_leaks
 from ds_pretrain.models.build import build_model
 from ds_pretrain.models.loss import cross_entropy_and_z
-from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.models.param_groups import build_parameter_groups
 from tests.engine.small import NO_DROPOUT, SEQ_LEN, scale_sensitive
 from tests.ranks import run_ranks
 from tests.scenario import make_run
@@ -45,29 +45,29 @@ def _open(plan: Plan, world: World, recompute: bool, apart: bool = True) -> Zero
     config = resolve_deepspeed(plan.deepspeed, peak=RATE, micro_batch_size=1)
     model = build_model(
         plan.model_text, qk_norm=plan.run.model.qk_norm, recompute=recompute, seed=plan.run.seed,
-        dtype=dtype_of(config), world=world, partition=partition(config), gather=gather(config),
+        dtype=get_dtype(config), world=world, partition=open_partitioning(config), gather=gather(config),
     )  # fmt: skip
-    groups = parameter_groups(model.module, decay_embeddings=False)
-    inputs = document_inputs(model.config, dtype_of(config)) if apart else None
+    groups = build_parameter_groups(model.module, decay_embeddings=False)
+    inputs = bind_attention_inputs(model.config, get_dtype(config)) if apart else None
     return open_engine(model.module, groups, config, inputs)
 
 
 def _train(world: World, run_file: str, recompute: bool, micro_batch_size: int) -> Any:
     """Mean loss and gradient norm of one step on the global batch."""
     engine = _open(load_plan(run_file), world, recompute)
-    with engine.evaluating():
+    with engine.evaluation_mode():
         refuse_leaks(engine.logits, 257, engine.device, "sdpa")
     tokens, starts = _rows()
     share = SEQUENCES // world.size
     first = world.rank * share
     micro_batches = [
-        to_micro_batch(tokens[at : at + micro_batch_size], starts[at : at + micro_batch_size])
+        build_micro_batch(tokens[at : at + micro_batch_size], starts[at : at + micro_batch_size])
         for at in range(first, first + share, micro_batch_size)
     ]
     num_valid = tokens[:, 1:].size - int(starts[:, 1:].sum())
     total = 0.0
     for micro in micro_batches:
-        there = micro.on(engine.device)
+        there = micro.to(engine.device)
         logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
         nll, _ = cross_entropy_and_z(logits, there.labels, None)
         engine.backward(nll * world.size / num_valid)
@@ -78,7 +78,7 @@ def _train(world: World, run_file: str, recompute: bool, micro_batch_size: int) 
 
 def _alone(plan: Plan) -> tuple[float, float]:
     """The same in plain torch, in one process: each document a row of its own, as if nothing were packed."""
-    model = whole_model(plan)
+    model = build_whole_model(plan)
     tokens, starts = _rows()
     losses = []
     for row, begins in zip(tokens, starts, strict=True):
@@ -106,7 +106,7 @@ def test_p38_a_packed_batch_on_two_ranks_trains_as_each_document_alone(
 
 def _told_nothing(world: World, run_file: str) -> Any:
     engine = _open(load_plan(run_file), world, recompute=False, apart=False)
-    micro = to_micro_batch(*_rows())
+    micro = build_micro_batch(*_rows())
     plain = engine.logits(micro.input_ids)
     try:
         engine.logits(micro.input_ids, micro.documents)

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from ds_pretrain.commands import check
-from ds_pretrain.commands.check import interval_lines
+from ds_pretrain.commands.check import format_interval
 from ds_pretrain.commands.cli import main
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.config.schema import WsdSection
 from ds_pretrain.core.errors import InputError
-from ds_pretrain.training.compatibility import claim
-from ds_pretrain.training.preflight import find_problems, open_inputs, summary
+from ds_pretrain.training.compatibility import claim_run
+from ds_pretrain.training.preflight import find_problems, format_summary, open_inputs
 from ds_pretrain.training.record import note_saved
 from tests.scenario import LLAMA, deepspeed_json, make_run, write_corpus
 
 
 def lines_of(plan: Plan, world_size: int | None = None) -> list[str]:
-    return list(summary(plan, open_inputs(plan), world_size))
+    return list(format_summary(plan, open_inputs(plan), world_size))
 
 
 def problems_of(plan: Plan, world_size: int | None = None) -> list[str]:
@@ -65,7 +65,7 @@ def test_p14_warmup_and_decay_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 def test_p14_no_step_past_the_end_of_the_decay_has_a_rate_or_data(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, steps=100))
     with pytest.raises(ValueError, match="the schedule covers steps 0 to 100"):
-        plan.schedule.rate(101)
+        plan.schedule.lr(101)
     with pytest.raises(ValueError, match="step 100 lies outside the run's 100 steps"):
         plan.timeline.at(100)
 
@@ -122,7 +122,7 @@ def test_the_epochs_of_a_source_follow_from_its_share(tmp_path: Path) -> None:
     inputs = open_inputs(plan)
     share = round(0.7 * 4096) * 8
     epochs = share / inputs.sources["text"].num_samples(16)
-    (line,) = [line for line in summary(plan, inputs, None) if line.startswith("source     text: ")]
+    (line,) = [line for line in format_summary(plan, inputs, None) if line.startswith("source     text: ")]
     assert line.endswith(f"70.0% of the draws, {share * 16:,} tokens, {epochs:.2f} epochs")
 
 
@@ -213,7 +213,7 @@ SAVE = {"event": "checkpoint", "stall_seconds": 0.5, "total_seconds": 8.0}
 def test_how_often_to_save_is_said_from_what_was_measured(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, save_every="100 steps"), ["checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE, {"event": "resume", "restore_seconds": 40.0})
-    assert list(interval_lines(plan)) == [
+    assert list(format_interval(plan)) == [
         "saves      measured: training stands still for 0.5 s, a checkpoint is complete after 8 s, a restore "
         "takes 40 s",
         "           a save every 2.8 min loses least: 0.76% of the time is expected to be lost (Daly 2006; "
@@ -231,7 +231,7 @@ def test_the_newest_measurements_count_and_torn_lines_do_not(
     _measured(plan.out, STEP, *saves, {"event": "resume"}, {"event": "resume", "restore_seconds": "nan"})
     with (plan.out / "metrics.jsonl").open("a") as torn:
         torn.write('{"event": "checkpoint", "stall_sec')
-    first, *_ = interval_lines(plan)
+    first, *_ = format_interval(plan)
     assert "stands still for 0.6 s" in first
     assert "a restore takes an unknown time" in first
 
@@ -240,7 +240,7 @@ def test_of_several_triggers_the_first_to_come_is_the_interval(tmp_path: Path) -
     every = 'checkpoint.every=["100 steps", "4_000 tokens", "10 min"]'  # 200 s, 32 steps = 64 s, 600 s
     plan = load_plan(make_run(tmp_path), [every, "checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE)
-    lines = list(interval_lines(plan))
+    lines = list(format_interval(plan))
     assert "a restore takes an unknown time" in lines[0]
     assert "about 64 s at present" in lines[2]
 
@@ -251,33 +251,33 @@ def test_an_interval_in_tokens_counts_the_batch_of_where_the_run_stands(tmp_path
     every = 'checkpoint.every=["2_560 tokens"]'
     plan = load_plan(make_run(tmp_path), [ramp, every, "checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE)
-    assert "about 80 s at present" in list(interval_lines(plan))[2]
+    assert "about 80 s at present" in list(format_interval(plan))[2]
     (plan.out / "metrics.jsonl").unlink()
     plan.out.rmdir()
     _measured(plan.out, STEP, SAVE, {**STEP, "step": 5})
-    assert "about 40 s at present" in list(interval_lines(plan))[2]
+    assert "about 40 s at present" in list(format_interval(plan))[2]
 
 
 def test_a_stall_above_its_share_is_a_warning(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, save_every="4 steps"), ["checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE)
-    assert list(interval_lines(plan))[-1].startswith(
+    assert list(format_interval(plan))[-1].startswith(
         "warning    training stands still for 0.5 s at a save, 6.2%"
     )
     allowed = load_plan(plan.run_path, ["checkpoint.mtbf=8 h", "checkpoint.max_stall_fraction=0.1"])
-    assert not any(line.startswith("warning") for line in interval_lines(allowed))
+    assert not any(line.startswith("warning") for line in format_interval(allowed))
 
 
 def test_what_the_advice_needs_is_one_line(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path))
     mtbf = 'checkpoint.mtbf, the mean time between failures here (like "8 h")'
     save = "a first save of this run, to be measured"
-    assert list(interval_lines(plan)) == [f"saves      advice on checkpoint.every needs {mtbf} and {save}"]
-    assert list(interval_lines(load_plan(plan.run_path, ["checkpoint.mtbf=8 h"]))) == [
+    assert list(format_interval(plan)) == [f"saves      advice on checkpoint.every needs {mtbf} and {save}"]
+    assert list(format_interval(load_plan(plan.run_path, ["checkpoint.mtbf=8 h"]))) == [
         f"saves      advice on checkpoint.every needs {save}"
     ]
     _measured(plan.out, SAVE)
-    assert list(interval_lines(plan)) == [f"saves      advice on checkpoint.every needs {mtbf}"]
+    assert list(format_interval(plan)) == [f"saves      advice on checkpoint.every needs {mtbf}"]
 
 
 def test_check_ends_with_the_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,7 +356,7 @@ def test_checkpoints_that_are_gone_are_told_before_a_rank_wakes(tmp_path: Path) 
     """Unless they may be fetched."""
     plan = load_plan(make_run(tmp_path))
     plan.out.mkdir()
-    claim(plan, open_inputs(plan).data, None)
+    claim_run(plan, open_inputs(plan).data, None)
     assert problems_of(plan) == []
     note_saved(plan.out, 9)
     (problem,) = problems_of(plan)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.commands.sample import whole_model
+from ds_pretrain.commands.sample import build_whole_model
 from ds_pretrain.config import deepspeed as deepspeed_json_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.state import SkipLedger
-from ds_pretrain.data.loader import Feed
-from ds_pretrain.models.param_groups import parameter_groups
+from ds_pretrain.data.loader import BatchLoader
+from ds_pretrain.models.param_groups import build_parameter_groups
 from ds_pretrain.training.curriculum import open_sampler
 from ds_pretrain.training.preflight import open_inputs
 from ds_pretrain.training.setup import open_run_engine
@@ -94,12 +94,12 @@ def _whole_run(run_file: str) -> tuple[list[float], list[float], list[int]]:
     """Losses, norms and tokens a step of plain torch, in one process, on the samples that the run reads."""
     plan = load_plan(run_file)
     sources = open_inputs(plan).sources
-    model = whole_model(plan)
+    model = build_whole_model(plan)
     params = plan.deepspeed["optimizer"]["params"]
     options = {"betas": tuple(params["betas"]), "eps": params["eps"], "weight_decay": params["weight_decay"]}
-    optimizer = torch.optim.AdamW(parameter_groups(model, decay_embeddings=False), lr=0.0, **options)
+    optimizer = torch.optim.AdamW(build_parameter_groups(model, decay_embeddings=False), lr=0.0, **options)
     losses, norms, tokens = [], [], []
-    with Feed(open_sampler(plan, sources), sources, World(), {"main": 1}) as feed:
+    with BatchLoader(open_sampler(plan, sources), sources, World(), {"main": 1}) as feed:
         for step in range(plan.last_step):
             micros = feed.read(step, SkipLedger()).micro_batches
             inputs = torch.cat([micro.input_ids for micro in micros])  # [S, T]
@@ -111,7 +111,7 @@ def _whole_run(run_file: str) -> tuple[list[float], list[float], list[int]]:
             (loss + z_loss).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             for group in optimizer.param_groups:
-                group["lr"] = plan.rate(step, step)
+                group["lr"] = plan.lr(step, step)
             optimizer.step()
             losses.append(loss.item())
             tokens.append(labels.numel())

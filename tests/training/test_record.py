@@ -13,8 +13,15 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.run_files import hold_run_directory, run_lock
 from ds_pretrain.core.state import RunState
-from ds_pretrain.training.compatibility import claim, directory_problems
-from ds_pretrain.training.record import KnownRun, RunRecord, newest_here, note_saved, read_known, read_record
+from ds_pretrain.training.compatibility import check_directory, claim_run
+from ds_pretrain.training.record import (
+    KnownRun,
+    RunRecord,
+    note_saved,
+    read_known,
+    read_newest_known_run,
+    read_record,
+)
 from tests.scenario import make_run
 
 
@@ -24,7 +31,7 @@ def start(run_file: Path, *overrides: str, found_step: int | None = None) -> Run
     lock = run_lock(plan.out)
     hold_run_directory(lock, plan.out, f"{plan.run_path}: out")
     try:
-        return claim(plan, {}, known)
+        return claim_run(plan, {}, known)
     finally:
         lock.release()
 
@@ -37,7 +44,7 @@ def refusal(run_file: Path, *overrides: str, found_step: int | None = None) -> s
 
 def test_the_first_start_creates_the_directory_and_each_start_is_counted(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
-    assert directory_problems(load_plan(run_file), {}) == []
+    assert check_directory(load_plan(run_file), {}) == []
     assert not (tmp_path / "out").exists()
     first = start(run_file)
     assert (first.name, first.attempt, first.saved_step, first.changes) == ("tiny", 1, None, ())
@@ -80,7 +87,7 @@ def test_a_record_that_cannot_be_read_stops_the_start(tmp_path: Path, text: str)
     assert "put an intact copy back" in message
     assert "or give the run file a new `out`" in message
     assert record.read_text() == text
-    assert len(directory_problems(load_plan(run_file), {})) == 1
+    assert len(check_directory(load_plan(run_file), {})) == 1
 
 
 def test_a_torn_record_stops_the_start(tmp_path: Path) -> None:
@@ -121,9 +128,9 @@ def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stop").touch()  # what a launch leaves is no reason
-    assert directory_problems(load_plan(run_file), {}) == []
+    assert check_directory(load_plan(run_file), {}) == []
     (tmp_path / "out" / "precious.txt").write_text("mine")
-    [problem] = directory_problems(load_plan(run_file), {})
+    [problem] = check_directory(load_plan(run_file), {})
     assert "holds files that are not of a run (precious.txt); give an empty or a new folder" in problem
 
 
@@ -135,10 +142,10 @@ def test_a_lost_record_is_made_again_from_the_checkpoint_and_compared(tmp_path: 
     (tmp_path / "out" / "run.json").unlink()
     (tmp_path / "out" / "checkpoints").mkdir()
     with pytest.raises(InputError, match=r"holds the run 'tiny', and .* is 'other'"):
-        claim(load_plan(run_file, ["name=other"]), {}, known)
+        claim_run(load_plan(run_file, ["name=other"]), {}, known)
     with pytest.raises(InputError, match="`seed` is 8"):
-        claim(load_plan(run_file, ["seed=8"]), {}, known)
-    record = claim(load_plan(run_file), {}, known)
+        claim_run(load_plan(run_file, ["seed=8"]), {}, known)
+    record = claim_run(load_plan(run_file), {}, known)
     assert (record.attempt, record.wandb_id, record.saved_step) == (4, first.wandb_id, 40)
 
 
@@ -148,19 +155,19 @@ def test_a_run_that_goes_on_elsewhere_from_its_own_checkpoint_is_compared_up_to_
     first = start(run_file)
     origin = KnownRun("/a/step_000000004", 4, 3, first.wandb_id, first.identity, num_rollbacks=2)
     plan = load_plan(run_file, [f"out={tmp_path}/new", "schedule.length=20 steps", "schedule.decay=3 steps"])
-    assert directory_problems(plan, {}, None, origin) == []
-    [problem] = directory_problems(plan, {}, None, replace(origin, step=11))
+    assert check_directory(plan, {}, None, origin) == []
+    [problem] = check_directory(plan, {}, None, replace(origin, step=11))
     assert "`schedule.length` is 20 steps, but the run of /a/step_000000004 was started with 12" in problem
     other = load_plan(run_file, ["name=other", *plan.overrides])
-    assert "`schedule.length` is 20 steps" in "".join(directory_problems(other, {}, None, origin))
+    assert "`schedule.length` is 20 steps" in "".join(check_directory(other, {}, None, origin))
     other_seed = load_plan(run_file, ["seed=8", *plan.overrides])
-    assert "`seed` is 8" in "".join(directory_problems(other_seed, {}, None, origin))
+    assert "`seed` is 8" in "".join(check_directory(other_seed, {}, None, origin))
     plan.out.mkdir()
-    record = claim(plan, {}, None, origin)
+    record = claim_run(plan, {}, None, origin)
     assert (record.attempt, record.saved_step, record.origin) == (1, None, origin.folder)
     assert [change["field"] for change in record.changes] == ["schedule.length"]
     assert record.wandb_id != first.wandb_id
-    assert claim(plan, {}, None, origin).attempt == 2  # it died before it saved
+    assert claim_run(plan, {}, None, origin).attempt == 2  # it died before it saved
 
 
 BROKEN: dict[str, dict[str, str]] = {
@@ -187,13 +194,13 @@ def test_a_checkpoint_that_is_broken_is_passed_over_before_a_start_has_set_it_as
     """Also one whose manifest lists what its state says, as a program with a fault would write it."""
     plan = load_plan(make_run(tmp_path))
     intact, broken = (write_checkpoint(plan.checkpoints / step_name(step), step) for step in (4, 8))
-    known = newest_here(plan.checkpoints)
+    known = read_newest_known_run(plan.checkpoints)
     assert known is not None
     assert known.step == 8
     write_checkpoint(broken, 8, texts.get(RUN_STATE) if is_listed else None)
     for name, text in texts.items():
         (broken / name).write_bytes(text.encode(errors="surrogateescape"))
-    known = newest_here(plan.checkpoints)
+    known = read_newest_known_run(plan.checkpoints)
     assert known is not None
     assert known.folder == str(intact)
     assert read_known(broken) is None
@@ -204,12 +211,12 @@ def test_a_file_of_a_checkpoint_that_is_a_folder_or_gone_is_passed_over(tmp_path
     plan = load_plan(make_run(tmp_path))
     folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
     (folder / name).unlink()
-    assert newest_here(plan.checkpoints) is None
+    assert read_newest_known_run(plan.checkpoints) is None
     (folder / name).mkdir()
-    assert newest_here(plan.checkpoints) is None
+    assert read_newest_known_run(plan.checkpoints) is None
     shutil.rmtree(folder)
     folder.touch()
-    assert newest_here(plan.checkpoints) is None
+    assert read_newest_known_run(plan.checkpoints) is None
 
 
 def test_a_state_that_is_not_the_one_that_was_saved_and_a_manifest_of_another_step_say_nothing(
@@ -219,10 +226,10 @@ def test_a_state_that_is_not_the_one_that_was_saved_and_a_manifest_of_another_st
     plan = load_plan(make_run(tmp_path))
     folder = write_checkpoint(plan.checkpoints / step_name(8), 8)
     (folder / RUN_STATE).write_text(RunState(9).to_json())
-    assert newest_here(plan.checkpoints) is None
+    assert read_newest_known_run(plan.checkpoints) is None
     write_checkpoint(folder, 8)
     folder.rename(folder.with_name(step_name(12)))
-    assert newest_here(plan.checkpoints) is None
+    assert read_newest_known_run(plan.checkpoints) is None
     moved = folder.with_name("copy of 8")  # any name will do to begin from
     folder.with_name(step_name(12)).rename(moved)
     origin = read_known(moved)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain.training.record import RunRecord
-from ds_pretrain.training.resume import tell_changes
+from ds_pretrain.training.resume import report_changes
 
 
 class Events:
@@ -27,7 +27,7 @@ def test_what_is_ahead_and_has_changed_is_told_and_noted_in_words(caplog: pytest
     ]
     caplog.set_level("INFO", "ds_pretrain")
     events: Any = Events()
-    tell_changes(RunRecord("a", {}, 2, "id", None, changes=tuple(changes)), events)
+    report_changes(RunRecord("a", {}, 2, "id", None, changes=tuple(changes)), events)
     words = "sequences of 32 tokens of 1 web, from step 8 on"
     assert caplog.messages == [
         f"`phases.long` is {words} from this start on; it was not there",

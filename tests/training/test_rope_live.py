@@ -12,7 +12,7 @@ from ds_pretrain.config.plan import load_plan
 from ds_pretrain.config.schema import RopeSection
 from ds_pretrain.core.distributed import World
 from ds_pretrain.models.rope import apply_rope
-from ds_pretrain.models.rope_config import with_rope
+from ds_pretrain.models.rope_config import build_rope_config
 from ds_pretrain.training.setup import open_run_engine
 from tests.engine.small import NO_DROPOUT, step_on, uneven_batch, whole_weights
 from tests.models.rope_reference import TOLERANCE, check_rope
@@ -78,7 +78,7 @@ def test_p58_positions_change_under_an_open_engine_and_are_the_same_after_a_rest
     tmp_path: Path, family: str, change: str, bf16: bool
 ) -> None:
     model = MODELS[family]
-    after = with_rope(model, CHANGES[change], LENGTH)
+    after = build_rope_config(model, CHANGES[change], LENGTH)
     runs = [
         str(make_run(tmp_path / name, deepspeed=deepspeed_json(3, bf16), model=config))
         for name, config in (("before", model), ("after", after))

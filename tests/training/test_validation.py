@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_pretrain.core.distributed import World
 from ds_pretrain.data.indexed import TokenSource
 from ds_pretrain.data.validation_set import make_validation_set
-from ds_pretrain.training.validation import Evaluation, evaluate
+from ds_pretrain.training.validation import ValidationResult, evaluate
 
 VOCABULARY, SURE = 400, 30.0
 
@@ -33,19 +33,19 @@ def _copier(window: int) -> Any:
         return out
 
     @contextmanager
-    def evaluating() -> Iterator[None]:
+    def evaluation_mode() -> Iterator[None]:
         yield
 
     return SimpleNamespace(
         device=torch.device("cpu"),
         ranks_a_sequence=1,
-        own_tokens=lambda row: row,
+        local_shard=lambda row: row,
         logits=logits,
-        evaluating=evaluating,
+        evaluation_mode=evaluation_mode,
     )
 
 
-def _look(engine: Any, seq_len: int = 256, period: int = 0) -> Evaluation:
+def _look(engine: Any, seq_len: int = 256, period: int = 0) -> ValidationResult:
     """At noise, or at noise that repeats itself."""
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 4 * seq_len + 1)
     if period:

@@ -11,13 +11,13 @@ from torch.nn import functional
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
-from ds_pretrain.data.loader import validation_batches
+from ds_pretrain.data.loader import read_validation_batches
 from ds_pretrain.models.loss import cross_entropy_and_z
 from ds_pretrain.training import validation as evaluation_module
 from ds_pretrain.training.preflight import prepare_inputs
-from ds_pretrain.training.setup import open_run_engine, validation_sets
+from ds_pretrain.training.setup import open_run_engine, open_validation_sets
 from ds_pretrain.training.validation import evaluate
-from tests.engine.small import whole_model
+from tests.engine.small import build_whole_model
 from tests.harness import record_run
 from tests.ranks import run_ranks, run_ranks_each
 from tests.runs.results import trace, validations
@@ -29,7 +29,7 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
     """The digest of the trained state, and the inputs of each validation pass on this rank."""
     passes: list[list[Any]] = []
     patch = pytest.MonkeyPatch()
-    batches = evaluation_module.validation_batches
+    batches = evaluation_module.read_validation_batches
 
     def watched(*args: Any) -> Any:
         passes.append([])
@@ -37,7 +37,7 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
             passes[-1].append((micro.input_ids.tolist(), micro.labels.tolist()))
             yield micro
 
-    patch.setattr(evaluation_module, "validation_batches", watched)
+    patch.setattr(evaluation_module, "read_validation_batches", watched)
     digest = record_run(world, run_file, overrides).digest
     patch.undo()
     return digest, passes
@@ -72,7 +72,7 @@ def test_p09_training_is_bitwise_the_same_with_validation_at_every_step_or_never
 def _evaluate(world: World, run_file: str) -> Any:
     """What the loop finds of fresh weights, twice; plain torch's loss of each token; the mode afterwards."""
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
+    [sets] = open_validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     gathered = []
     patch = pytest.MonkeyPatch()
@@ -80,7 +80,7 @@ def _evaluate(world: World, run_file: str) -> Any:
     patch.setattr(evaluation_module, "gather_rows", lambda *a: (gathered.append(1), gather(*a))[1])
     first, second = (evaluate(engine, sets, 2, world) for _ in range(2))
     patch.undo()
-    model = whole_model(plan).eval()
+    model = build_whole_model(plan).eval()
     [chosen] = sets
     rows = torch.from_numpy(chosen.source.samples(chosen.indices, chosen.seq_len))  # [n, T + 1]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def _as_before(engine: Any, chosen: Any, world: World) -> float | None:
         return None
     nll, count = 0.0, 0
     with engine.evaluating():
-        for micro in validation_batches(chosen, world, 2):
+        for micro in read_validation_batches(chosen, world, 2):
             logits = engine.logits(micro.input_ids)
             nll += cross_entropy_and_z(logits, micro.labels, None)[0].item()
             count += int((micro.labels >= 0).sum())
@@ -133,10 +133,10 @@ def test_the_validation_loss_is_plain_torchs_mean_on_any_number_of_ranks(tmp_pat
 def _evaluate_masked(world: World, run_file: str) -> Any:
     """By position with documents kept apart; plain torch on each document by itself."""
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
+    [sets] = open_validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     found = evaluate(engine, sets, 2, world)
-    model = whole_model(plan).eval()
+    model = build_whole_model(plan).eval()
     alone: dict[int, list[float]] = {}
     [chosen] = sets
     for index in chosen.indices.tolist():
@@ -176,7 +176,7 @@ def test_with_documents_kept_apart_a_position_is_that_in_the_document(tmp_path: 
 
 def _retrieve(world: World, run_file: str) -> Any:
     plan = load_plan(run_file)
-    [sets] = validation_sets(plan, prepare_inputs(plan, world).validation).values()
+    [sets] = open_validation_sets(plan, prepare_inputs(plan, world).validation).values()
     engine = open_run_engine(plan, world)
     streams = torch.get_rng_state().tolist()
     logits = engine.logits

@@ -8,7 +8,7 @@ import pytest
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.watchdog import backtest
-from ds_pretrain.watchdog.backtest import History, Point, find_incidents, read_csv, replay
+from ds_pretrain.watchdog.backtest import Point, RecordedCurve, find_incidents, read_csv, replay
 from tests.watchdog.test_detector import BEFORE, NEXT, after, raised
 
 SICK = [*BEFORE, *raised(after(BEFORE, 40), 0.5)]
@@ -81,7 +81,7 @@ def test_a_step_taken_again_is_judged_as_if_the_first_time_had_never_been(
     monkeypatch.setattr(backtest, "_EVERY", every)
     settings = WatchdogSection(window=20, patience=10)
     points = [replace(p, step=number) for number, p in enumerate(SICK * 6, start=1)]
-    history = History(settings)
+    history = RecordedCurve(settings)
     for point in points:
         history.take(recorded(point))
     assert len({verdict.onset for verdict in history.verdicts}) > 6

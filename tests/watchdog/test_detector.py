@@ -12,10 +12,10 @@ import pytest
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.jsonl import read_as
 from ds_pretrain.core.metrics import StepRecord
-from ds_pretrain.core.state import Usual, Verdict, WatchdogState
+from ds_pretrain.core.state import RunningStats, Verdict, WatchdogState
 from ds_pretrain.watchdog.backtest import Point
 from ds_pretrain.watchdog.detector import GUESSING, OK, judge, norm_limit
-from ds_pretrain.watchdog.stats import num_recent, score
+from ds_pretrain.watchdog.stats import compute_score, count_recent
 
 DEFAULTS = WatchdogSection()
 LEVEL, SPREAD, NORM = 3.0, 0.04, 0.3
@@ -313,12 +313,16 @@ def test_a_steep_fall_that_ends_is_no_spike() -> None:
 
 
 def test_a_value_in_a_falling_series_is_measured_from_where_it_would_have_fallen_to() -> None:
-    usual = Usual(recent=(3.0, 3.0), residuals=(-0.1, -0.1), num_accepted=2, lag=-0.1, spread=0.02)
-    assert score(usual, 2.9, 0.01) == pytest.approx(0, abs=1e-9)
-    assert score(usual, 2.8, 0.01) == pytest.approx(-5)
-    assert score(usual, 3.1, 0.01) == pytest.approx(10)
-    assert score(usual, 3.1, 0.1) == pytest.approx(2)
-    assert score(usual, 3.02, 0.01) == pytest.approx(2)  # twice as far as it is above the centre, no more
+    usual = RunningStats(
+        recent=(3.0, 3.0), residuals=(-0.1, -0.1), num_accepted=2, trend=-0.1, mad_sigma=0.02
+    )
+    assert compute_score(usual, 2.9, 0.01) == pytest.approx(0, abs=1e-9)
+    assert compute_score(usual, 2.8, 0.01) == pytest.approx(-5)
+    assert compute_score(usual, 3.1, 0.01) == pytest.approx(10)
+    assert compute_score(usual, 3.1, 0.1) == pytest.approx(2)
+    assert compute_score(usual, 3.02, 0.01) == pytest.approx(
+        2
+    )  # twice as far as it is above the centre, no more
 
 
 def test_a_noisy_run_drifts_by_its_spreads_and_not_by_its_share_alone() -> None:
@@ -407,12 +411,12 @@ def test_the_limit_is_where_a_norm_lies_drop_sigmas_above_the_usual() -> None:
     for sigmas in (8.0, 20.0):
         limit = norm_limit(WatchdogSection(skip_update_sigmas=sigmas), memory, "main")
         assert limit is not None
-        assert score(memory.norm, math.log(limit), 0.05) == pytest.approx(sigmas)
-    falling = replace(memory, norm=replace(memory.norm, lag=-3.0))
+        assert compute_score(memory.norm, math.log(limit), 0.05) == pytest.approx(sigmas)
+    falling = replace(memory, norm=replace(memory.norm, trend=-3.0))
     limit = norm_limit(DROPPING, falling, "main")
     assert limit is not None
-    assert score(falling.norm, math.log(limit), 0.05) == pytest.approx(20.0)
-    assert limit > math.exp(memory.norm.centre)
+    assert compute_score(falling.norm, math.log(limit), 0.05) == pytest.approx(20.0)
+    assert limit > math.exp(memory.norm.median)
 
 
 def test_a_steady_norm_has_a_limit_of_so_many_times_five_percent() -> None:
@@ -485,7 +489,7 @@ def test_an_update_that_was_dropped_before_anything_is_known_is_said_too() -> No
     assert re.fullmatch(
         r"update dropped for its gradient norm of 0\.\d+; high since step 1; weights .* were", verdict.message
     )
-    assert memory.norm == Usual()
+    assert memory.norm == RunningStats()
 
 
 def test_when_half_the_patience_was_high_in_a_row_training_goes_on_and_the_level_is_learned_anew() -> None:
@@ -495,7 +499,7 @@ def test_when_half_the_patience_was_high_in_a_row_training_goes_on_and_the_level
     assert 10 <= applied.index(True) <= DEFAULTS.patience // 2
     assert all(applied[applied.index(True) :])
     assert not any(v.roll_back for v in verdicts)
-    assert memory.norm.centre == pytest.approx(math.log(5 * NORM), abs=0.1)
+    assert memory.norm.median == pytest.approx(math.log(5 * NORM), abs=0.1)
     assert norm_limit(DROPPING, memory, "main") is not None
 
 
@@ -561,7 +565,7 @@ def test_memory_is_bounded() -> None:
     _, late = judged(healthy(5000), settings)
     for memory in (early, late):
         for series in (memory.loss, memory.norm):
-            assert (len(series.residuals), len(series.recent)) == (40, num_recent(40))
+            assert (len(series.residuals), len(series.recent)) == (40, count_recent(40))
 
 
 def test_what_is_rejected_enters_no_statistics() -> None:

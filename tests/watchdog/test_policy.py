@@ -12,12 +12,12 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger, Verdict, is_abandoned
 from ds_pretrain.watchdog.policy import (
     Response,
-    after_rollback,
+    apply_rollback,
+    build_skip,
     is_same_place,
     respond,
-    skipped,
 )
-from ds_pretrain.watchdog.rollback_log import Cure, read_cure, write_cure
+from ds_pretrain.watchdog.rollback_log import RollbackLog, read_rollback_log, write_rollback_log
 from tests.timelines import phase, single_phase
 
 CALM = [100, 150, 180, 190]
@@ -89,7 +89,7 @@ def _skipped(base_step: int, onset: int, ledger: SkipLedger = SkipLedger()) -> t
     rollback = Rollback(base_step, onset + 3, onset, "spike", "skip", 1)
     base = RunState(step=base_step)
     response = Response("skip", base_step, "")
-    after = after_rollback(RunState(onset + 3, ledger), base, response, rollback, SECTION, TIMELINE)
+    after = apply_rollback(RunState(onset + 3, ledger), base, response, rollback, SECTION, TIMELINE)
     assert after.step == base_step
     skip = after.ledger.skips[-1]
     return skip.start, skip.stop
@@ -108,8 +108,8 @@ def test_a_skip_after_a_skip_is_of_the_draws_that_were_read() -> None:
 
 def test_a_replay_skips_nothing_and_both_remember() -> None:
     state = RunState(203, SkipLedger((Skip("main", 0, 8, "spike", 1, 1),)), num_skipped_updates=3)
-    base = RunState(190, num_skipped_updates=2, num_healthy=9)
-    after = after_rollback(state, base, Response("replay", 190, ""), FIRST, SECTION, TIMELINE)
+    base = RunState(190, num_skipped_updates=2, num_healthy_steps=9)
+    after = apply_rollback(state, base, Response("replay", 190, ""), FIRST, SECTION, TIMELINE)
     assert after == replace(base, ledger=state.ledger, rollbacks=(FIRST,))
 
 
@@ -131,29 +131,29 @@ def test_a_checkpoint_is_on_a_branch_that_was_left_if_any_rollback_since_went_be
     "wrong", ['"to_step": "190"', '"to_step": 190.0', '"to_step": true', '"to_steps": 190']
 )
 def test_a_cure_of_other_types_is_refused_with_what_is_wrong(tmp_path: Path, wrong: str) -> None:
-    write_cure(tmp_path, RunState(190, rollbacks=(FIRST,)))
+    write_rollback_log(tmp_path, RunState(190, rollbacks=(FIRST,)))
     text = (tmp_path / "rollbacks.json").read_text()
     (tmp_path / "rollbacks.json").write_text(text.replace('"to_step": 190', wrong))
     with pytest.raises(InputError, match=r"rollbacks\.json cannot be read \(.*to_step"):
-        read_cure(tmp_path)
+        read_rollback_log(tmp_path)
 
 
 def test_a_cure_comes_back_from_disk_and_is_applied_to_what_does_not_know_of_it(tmp_path: Path) -> None:
-    assert read_cure(tmp_path) == Cure()
+    assert read_rollback_log(tmp_path) == RollbackLog()
     ledger = SkipLedger((Skip("main", 80, 160, "spike", 1, 1),))
     state = RunState(190, ledger, rollbacks=(FIRST,))
-    write_cure(tmp_path, state)
-    cure = read_cure(tmp_path)
-    assert cure.abandons(RunState(203))
-    assert cure.applied(RunState(190, num_healthy=9)) == replace(state, num_healthy=9)
+    write_rollback_log(tmp_path, state)
+    cure = read_rollback_log(tmp_path)
+    assert cure.is_abandoned(RunState(203))
+    assert cure.apply_to(RunState(190, num_healthy_steps=9)) == replace(state, num_healthy_steps=9)
     later = RunState(250, SkipLedger(), rollbacks=(FIRST, FIRST))
-    assert cure.applied(later) is later
+    assert cure.apply_to(later) is later
 
 
 def test_a_cure_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "rollbacks.json").write_text("{")
     with pytest.raises(InputError, match="it says which data the watchdog skipped; put an intact copy back"):
-        read_cure(tmp_path)
+        read_rollback_log(tmp_path)
 
 
 def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_the_runs_beginning() -> None:
@@ -167,7 +167,7 @@ def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_t
 
     def steps(onset: int) -> tuple[int, int]:
         rollback = Rollback(10, onset + 3, onset, "spike", "skip", 1)
-        skip = skipped(SkipLedger(), 10, rollback, section, timeline)
+        skip = build_skip(SkipLedger(), 10, rollback, section, timeline)
         return skip.start, skip.stop
 
     assert steps(51) == ((50 - 8) * 8, (50 + 8) * 8)

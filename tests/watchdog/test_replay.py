@@ -10,16 +10,16 @@ from ds_pretrain.core.state import Rollback
 from ds_pretrain.watchdog.replay import (
     Difference,
     Replay,
-    Seen,
+    ReplayedStep,
     conclude,
-    difference_at,
-    passes,
-    suspect_hosts,
+    find_difference,
+    find_suspect_hosts,
+    read_passes,
 )
 
 BACK = Rollback(10, 23, 20, "lasting_spike", "replay", 1)
 HOSTS = ("alpha:0", "alpha:1", "beta:0")
-USUAL = Seen(2.0, 1.0, 77, 3, (1.9, 2.0, 2.1))
+USUAL = ReplayedStep(2.0, 1.0, 77, 3, (1.9, 2.0, 2.1))
 
 
 def _replay(difference: Difference | None, num_compared: int = 13) -> Replay:
@@ -38,13 +38,13 @@ def _replay(difference: Difference | None, num_compared: int = 13) -> Replay:
         (replace(USUAL, grad_norm=None, rank_losses=None), Difference(20, "norm")),
     ],
 )
-def test_the_cause_is_named_before_its_effect(again: Seen, expected: Difference | None) -> None:
-    assert difference_at(20, USUAL, again) == expected
+def test_the_cause_is_named_before_its_effect(again: ReplayedStep, expected: Difference | None) -> None:
+    assert find_difference(20, USUAL, again) == expected
 
 
 def test_what_is_no_number_both_times_is_the_same_to_the_bit() -> None:
-    odd = Seen(nan, None, 77, 3, (nan, 2.0, 2.1))
-    assert difference_at(20, odd, odd) is None
+    odd = ReplayedStep(nan, None, 77, 3, (nan, 2.0, 2.1))
+    assert find_difference(20, odd, odd) is None
 
 
 def test_the_first_difference_stays_the_first_and_steps_unknown_the_first_time_do_not_count() -> None:
@@ -65,7 +65,7 @@ def test_a_difference_on_one_rank_names_it_and_its_host() -> None:
     compared = conclude(replay, came_back=False)
     assert compared.finding == "passing_fault"
     assert "step 20 is the first that differs: another loss on rank 2 (beta:0) alone" in compared.message
-    assert suspect_hosts(replay) == ["beta"]
+    assert find_suspect_hosts(replay) == ["beta"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,9 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     assert elsewhere.difference is None
     assert conclude(elsewhere, came_back=False).finding == "other_ranks"
     assert "1 step ran on another number of ranks" in conclude(elsewhere, came_back=False).message
-    shared = Replay(1, BACK, HOSTS, {20: replace(USUAL, shared=3)}).after(20, replace(USUAL, loss=9.0))
+    shared = Replay(1, BACK, HOSTS, {20: replace(USUAL, sequence_parallel_size=3)}).after(
+        20, replace(USUAL, loss=9.0)
+    )
     assert ", or of ranks a sequence, the first time" in conclude(shared, came_back=False).message
     assert conclude(_replay(None, 0), came_back=False).message == (
         "metrics.jsonl does not hold the first time, so nothing can be compared"
@@ -109,14 +111,14 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
 
 
 def test_where_all_ranks_share_each_sequence_no_rank_and_no_update_is_accused_of_another_loss() -> None:
-    alone = replace(USUAL, rank_losses=(), shared=3)
-    other = difference_at(20, alone, replace(alone, loss=2.1))
+    alone = replace(USUAL, rank_losses=(), sequence_parallel_size=3)
+    other = find_difference(20, alone, replace(alone, loss=2.1))
     assert other == Difference(20, "loss")
     compared = conclude(_replay(other), came_back=False)
     assert compared.message.endswith(
         "another loss; each rank's is not on record there, so one of alpha, beta"
     )
-    assert difference_at(20, alone, replace(alone, grad_norm=1.5)) == Difference(20, "norm", ())
+    assert find_difference(20, alone, replace(alone, grad_norm=1.5)) == Difference(20, "norm", ())
 
 
 def _step(step: int, loss: float, attempt: int = 1) -> dict[str, Any]:
@@ -147,13 +149,13 @@ def test_both_passes_are_read_from_the_end_of_a_record_however_often_it_was_star
         *(_step(step, 3.0, 2) for step in range(13, 17)),
     ]
     records.insert(0, {"event": "start", "step": 0, "attempt": 1, "world_size": 3})
-    replay, second = passes(reversed(records), 2, BACK)
+    replay, second = read_passes(reversed(records), 2, BACK)
     assert sorted(replay.first) == list(range(11, 24))
     assert {seen.loss for seen in replay.first.values()} == {1.0}
     assert replay.first[20].rank_losses == (1.0, 2.0, 3.0)
     assert replay.hosts == HOSTS
-    assert {(seen.num_ranks, seen.shared) for seen in replay.first.values()} == {(3, 1)}
-    assert [seen.shared for _, seen in sorted(second.items())] == [1, 1, 2, 2, 2, 2]
+    assert {(seen.num_ranks, seen.sequence_parallel_size) for seen in replay.first.values()} == {(3, 1)}
+    assert [seen.sequence_parallel_size for _, seen in sorted(second.items())] == [1, 1, 2, 2, 2, 2]
     assert {step: seen.num_ranks for step, seen in second.items()} == {
         11: 3,
         12: 3,

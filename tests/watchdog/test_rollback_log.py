@@ -17,11 +17,11 @@ import pytest
 from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.config.timeline import Segment, Timeline, parse_duration
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
-from ds_pretrain.data.loader import Feed
+from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.sampler import Sampler, make_sampler
 from ds_pretrain.watchdog import rollback_log as cure
-from ds_pretrain.watchdog.policy import Response, after_rollback
-from ds_pretrain.watchdog.rollback_log import Cure, read_cure, write_cure
+from ds_pretrain.watchdog.policy import Response, apply_rollback
+from ds_pretrain.watchdog.rollback_log import RollbackLog, read_rollback_log, write_rollback_log
 from tests.data.in_memory import SEQ_LEN, feed_of, source_of, timeline_of
 
 HUNDRED = {"hundred": source_of(100)}
@@ -75,7 +75,7 @@ def hundred() -> Sampler:
     return make_sampler(7, timeline_of(8, 40), {"main": {"hundred": 1.0}}, HUNDRED)
 
 
-def _rows(feeds: list[Feed], state: RunState) -> list[list[int]]:
+def _rows(feeds: list[BatchLoader], state: RunState) -> list[list[int]]:
     """The tokens of every sample of the global batch, over the ranks in order."""
     batches = [feed.at(state) for feed in feeds]
     return [
@@ -187,8 +187,8 @@ class _Walk:
         rollback = Rollback(base_step, self.state.step, onset, "spike", action, 1)
         base = RunState.from_json(self.checkpoints[base_step])
         response = Response("skip" if action == "skip" else "replay", base_step, "")
-        after = after_rollback(self.state, base, response, rollback, self.section, self.timeline)
-        write_cure(self.out, after)
+        after = apply_rollback(self.state, base, response, rollback, self.section, self.timeline)
+        write_rollback_log(self.out, after)
         if dies:
             return self.start()
         self.checkpoints = {step: text for step, text in self.checkpoints.items() if step <= base_step}
@@ -197,11 +197,11 @@ class _Walk:
 
     def start(self) -> None:
         """Another start: from the newest checkpoint that no rollback has left."""
-        known = read_cure(self.out)
+        known = read_rollback_log(self.out)
         for step in sorted(self.checkpoints, reverse=True):
             state = RunState.from_json(self.checkpoints[step])
-            if not known.abandons(state):
-                self.state = known.applied(state)
+            if not known.is_abandoned(state):
+                self.state = known.apply_to(state)
                 return
             del self.checkpoints[step]
         raise AssertionError("no checkpoint is left")
@@ -276,7 +276,7 @@ def test_a_skip_stays_within_its_phase_and_the_next_phase_reads_on_as_before(bas
         rollback = Rollback(base_step, min(50, onset + 3), onset, "spike", "skip", 1)
         response = Response("skip", base_step, "")
         base = RunState(base_step)
-        after = after_rollback(RunState(rollback.step), base, response, rollback, section, TIMELINE)
+        after = apply_rollback(RunState(rollback.step), base, response, rollback, section, TIMELINE)
         [skip] = after.ledger.skips
         assert skip.phase == TIMELINE.at(onset - 1).phase
         steps = range(max(base_step, onset - 7), min(50, onset + 11))
@@ -312,5 +312,5 @@ def test_a_cure_of_an_older_start_never_shortens_the_ledger_of_a_checkpoint() ->
     first, second = (Rollback(4, 9, 7, "spike", "skip", 1), Rollback(10, 19, 17, "spike", "skip", 1))
     ledgers = SkipLedger((_skip(40, 80),)), SkipLedger((_skip(40, 80), _skip(120, 160)))
     newer = RunState(24, ledgers[1], rollbacks=(first, second))
-    assert Cure((first,), ledgers[0].skips).applied(newer) == newer
-    assert not Cure((first,), ledgers[0].skips).abandons(newer)
+    assert RollbackLog((first,), ledgers[0].skips).apply_to(newer) == newer
+    assert not RollbackLog((first,), ledgers[0].skips).is_abandoned(newer)
