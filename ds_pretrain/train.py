@@ -49,7 +49,7 @@ from ds_pretrain.training.resume import (
     resume,
 )
 from ds_pretrain.training.rollback import Watchdog
-from ds_pretrain.training.saver import PATIENCE_SECONDS as SHIP_PATIENCE_SECONDS
+from ds_pretrain.training.saver import PATIENCE_SECONDS as UPLOAD_PATIENCE_SECONDS
 from ds_pretrain.training.saver import STOP_PATIENCE_SECONDS, Saver, Uploads
 from ds_pretrain.training.setup import (
     PhaseSwitch,
@@ -67,7 +67,7 @@ from ds_pretrain.watchdog.rollback_log import mark_reported
 
 
 def train(
-    plan: Plan, world: World, stop: StopSignal, lock: FileLock, wish: StartOptions = DEFAULT_OPTIONS
+    plan: Plan, world: World, stop: StopSignal, lock: FileLock, options: StartOptions = DEFAULT_OPTIONS
 ) -> None:
     """Train to the last step, surviving spikes, preemption and a change of world size. Collective.
 
@@ -81,45 +81,48 @@ def train(
     """
     started = perf_counter()
     inputs = prepare_inputs(plan, world)  # every problem of every rank, before an engine
-    places, cure = claim_directory(plan, lock, world)
-    own, origin = find_start(plan, wish, places, cure, world)
+    storage, rollback_log = claim_directory(plan, lock, world)
+    own, origin = find_start(plan, options, storage, rollback_log, world)
     found = own or origin
     record = run_on_main(
         world, lambda: claim_run(plan, inputs.data, read_known_run(own), read_known_run(origin))
     )
-    run_on_main(world, lambda: label_remote(places, record))
-    if own is not None and cure.rollbacks:
-        store.discard_after(places, own.state.step, world)
+    run_on_main(world, lambda: label_remote(storage, record))
+    if own is not None and rollback_log.rollbacks:
+        store.discard_after(storage, own.state.step, world)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
-    shipping = Uploads(plan, places, world)
+    uploads = Uploads(plan, storage, world)
     if found is not None and found.state.step == plan.last_step:
-        _finish_uploads(plan, shipping, world)
+        _finish_uploads(plan, uploads, world)
         return
-    found = found and store.reshard_if_needed(found, plan.deepspeed, places, world)
+    found = found and store.reshard_if_needed(found, plan.deepspeed, storage, world)
     engine = open_run_engine(plan, world, inputs.pretrained)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))
-        feed = stack.enter_context(open_loader(plan, inputs.sources, world))
+        loader = stack.enter_context(open_loader(plan, inputs.sources, world))
         phases = open_phases(plan, engine, world)
         report_changes(record, monitor)
-        state = cure.apply_to(resume(found, engine, phases.enter, feed, plan, monitor, started, world))
+        state = rollback_log.apply_to(
+            resume(found, engine, phases.enter, loader, plan, monitor, started, world)
+        )
         for line in format_skips(plan, inputs.sources, state.ledger):
             log.info(line)
         restore_seconds = perf_counter() - started
-        stack.enter_context(shipping)
-        saver = Saver(plan, record, engine, monitor, places, shipping, restore_seconds, world)
-        watchdog = Watchdog(plan, monitor, places, record.attempt, phases.enter, world)
-        watchdog.resume(state, engine, feed)
+        stack.enter_context(uploads)
+        saver = Saver(plan, record, engine, monitor, storage, uploads, restore_seconds, world)
+        watchdog = Watchdog(plan, monitor, storage, record.attempt, phases.enter, world)
+        watchdog.resume(state, engine, loader)
         held_out = open_validation_sets(plan, inputs.validation)
         _train_from(
-            state, _Run(plan, engine, phases, feed, monitor, saver, watchdog, held_out, stop, wish, world)
+            state,
+            _Run(plan, engine, phases, loader, monitor, saver, watchdog, held_out, stop, options, world),
         )
 
 
-def _finish_uploads(plan: Plan, shipping: Uploads, world: World) -> None:
-    with shipping:
-        shipping.finish(SHIP_PATIENCE_SECONDS)
+def _finish_uploads(plan: Plan, uploads: Uploads, world: World) -> None:
+    with uploads:
+        uploads.finish(UPLOAD_PATIENCE_SECONDS)
     if world.is_main:
         say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
 
@@ -156,10 +159,10 @@ def _train_from(state: RunState, run: _Run) -> None:
         batch = run.loader.at(state)
         rate, limit = plan.lr(state.step, state.num_updates), watchdog.norm_limit(state)
         losses, update = take_step(run.engine, batch, rate, plan.run.model.z_loss, run.world, limit)
-        step, shared = measure(plan, state, batch, rate, losses, update, started, run.signals(), run.world)
+        step, reduced = measure(plan, state, batch, rate, losses, update, started, run.signals(), run.world)
         run.monitor.step(step)
-        state, verdict = watchdog.judge(state, step, shared.rank_losses, batch.ids)
-        saver.advance(shared.save_progress, shared.probe if verdict.action == "ok" else None)
+        state, verdict = watchdog.judge(state, step, reduced.rank_losses, batch.ids)
+        saver.advance(reduced.save_progress, reduced.probe if verdict.action == "ok" else None)
         probe = partial(repeat_probe, run.engine, batch, step.step - 1, run.world)
         if watchdog.should_roll_back(state, verdict):
             saver.finish()
@@ -181,15 +184,15 @@ def _train_from(state: RunState, run: _Run) -> None:
                 "lower schedule.peak_lr, or check the data"
             )
         _report(state, batch.ids.seq_len, run)
-        stops = shared.stop or state.step == run.options.stop_after
+        stops = reduced.stop or state.step == run.options.stop_after
         if stops or is_last:
             saver.save_blocking(state, probe)
-        elif shared.save or saver.is_due(state):
+        elif reduced.save or saver.is_due(state):
             saver.save(state, probe)
         if is_last:
             watchdog.finish(state)
             run.monitor.event("finish", step=state.step)
-            saver.finish_uploads(SHIP_PATIENCE_SECONDS)
+            saver.finish_uploads(UPLOAD_PATIENCE_SECONDS)
         elif stops:
             run.monitor.event("stop", step=state.step)
             saver.finish_uploads(STOP_PATIENCE_SECONDS)
@@ -223,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-after", type=int, metavar="STEP")
     parser.add_argument("--trust-pickle", action="store_true")
     words = parser.parse_intermixed_args(argv)
-    wish = StartOptions(words.stop_after, words.trust_pickle)
+    options = StartOptions(words.stop_after, words.trust_pickle)
     os.umask(os.umask(0o022) | 0o002)  # checkpoints are never world-writable, whatever the shell says
     world = World.from_environment()
     LogToStderr(world.rank).install()
@@ -237,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with StopSignal(plan.out, world) as stop:
         try:
             initialize_distributed(world)
-            train(plan, world, stop, lock, wish)
+            train(plan, world, stop, lock, options)
             code, leaves_together = EXIT_FINISHED, True
         except RunError as error:
             log.error(error, extra=None if error.agreed else EVERY_RANK)

@@ -209,14 +209,14 @@ class Remote:
             ) from None
 
 
-def open_remote(place: str) -> Remote:
+def open_remote(location: str) -> Remote:
     """Open a folder or an fsspec URL, and prove that it can be written and read.
 
     Raises:
         InputError: its kind of store is unknown or not installed, or it cannot be reached or written.
     """
-    setting = _name_setting(place)
-    fs, root = _open(place, setting)
+    setting = _name_setting(location)
+    fs, root = _open(location, setting)
     probe = f"{root}/.ds_pretrain-probe-{uuid.uuid4().hex}"
     content = b"written by ds_pretrain to see that checkpoints can be copied here\n"
     try:
@@ -234,12 +234,12 @@ def open_remote(place: str) -> Remote:
         ) from None
     if found != content:
         raise InputError(f"{setting}: what was written there reads back as something else; choose another")
-    return Remote(place, fs, root)
+    return Remote(location, fs, root)
 
 
-def reopen_remote(place: str) -> Remote:
+def reopen_remote(location: str) -> Remote:
     """A place that another rank has opened and proved. Raises InputError as `open_remote` does."""
-    return Remote(place, *_open(place, _name_setting(place)))
+    return Remote(location, *_open(location, _name_setting(location)))
 
 
 def open_folder_as_remote(folder: Path) -> Remote:
@@ -252,26 +252,26 @@ def hide_secrets(text: str, options: object = None) -> str:
     return scrub(text, (*read_environment_values(is_secret), *find_secret_options(options)))
 
 
-def _name_setting(place: str) -> str:
-    return f"checkpoint.upload_to = {hide_secrets(place)}"
+def _name_setting(location: str) -> str:
+    return f"checkpoint.upload_to = {hide_secrets(location)}"
 
 
-def _open(place: str, setting: str) -> tuple[Any, str]:
+def _open(location: str, setting: str) -> tuple[Any, str]:
     """The file system of a place, and its path there."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     from fsspec.registry import available_protocols, known_implementations
 
-    if "://" not in place:
-        return LocalFileSystem(skip_instance_cache=True), str(Path(place).absolute())
-    protocol = place.partition("://")[0]
+    if "://" not in location:
+        return LocalFileSystem(skip_instance_cache=True), str(Path(location).absolute())
+    protocol = location.partition("://")[0]
     if protocol not in available_protocols():
         raise InputError(
             f"{setting}: {protocol}:// is no kind of store that fsspec knows; write a folder, or a URL like "
             "s3://bucket/folder"
         )
     try:
-        fs, root = url_to_fs(place, use_listings_cache=False, skip_instance_cache=True)
+        fs, root = url_to_fs(location, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
         package = known_implementations.get(protocol, {"class": "fsspec"})["class"].partition(".")[0]
         wanted = f"the package {package}" if package != "fsspec" else f"a package ({error})"

@@ -50,7 +50,7 @@ class Shards(UniversalShards, Protocol):
 
 
 def find(
-    places: StorageLayout, world: World, is_left: Callable[[RunState], bool] = lambda state: False
+    storage: StorageLayout, world: World, is_left: Callable[[RunState], bool] = lambda state: False
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
@@ -62,12 +62,12 @@ def find(
         InputError: there are checkpoints, and none verifies.
         RunError: a disk or the remote place does not answer.
     """
-    told = look_everywhere(places.root, world, lambda: _list_local_steps(places, world))
-    remote = places.remote if world.is_main else None
-    shipped = look_everywhere(places.root, world, lambda: [] if remote is None else remote.list_steps())[0]
+    told = look_everywhere(storage.root, world, lambda: _list_local_steps(storage, world))
+    remote = storage.remote if world.is_main else None
+    uploaded = look_everywhere(storage.root, world, lambda: [] if remote is None else remote.list_steps())[0]
     passed_over: list[int] = []
-    for step in sorted({step for steps, _ in told for step in steps} | set(shipped), reverse=True):
-        outcome = find_at_step(places, step, world)
+    for step in sorted({step for steps, _ in told for step in steps} | set(uploaded), reverse=True):
+        outcome = find_at_step(storage, step, world)
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
                 return outcome
@@ -76,8 +76,8 @@ def find(
             )
             passed_over.append(step)
         else:
-            _set_aside(places, step, outcome, world)
-    if shipped or any(steps or had_broken for steps, had_broken in told):
+            _set_aside(storage, step, outcome, world)
+    if uploaded or any(steps or had_broken for steps, had_broken in told):
         steps = ", ".join(f"{step:,}" for step in passed_over)
         but = (
             f"; those of steps {steps} do, but the watchdog has gone back behind them: "
@@ -85,7 +85,7 @@ def find(
         )
         raise mark_agreed(
             InputError(
-                f"no checkpoint in {places.root} verifies (what does not was named and set aside as "
+                f"no checkpoint in {storage.root} verifies (what does not was named and set aside as "
                 f"*{BROKEN}{but if steps else ''}); a run never silently starts again at step 0: put an "
                 "intact checkpoint back, or give the run file a new `out`"
             )
@@ -93,21 +93,21 @@ def find(
     return None
 
 
-def discard_after(places: StorageLayout, to_step: int, world: World) -> None:
+def discard_after(storage: StorageLayout, to_step: int, world: World) -> None:
     """Give up the checkpoints after `to_step`, here and at the place: the run went back.
 
     They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
     """
-    if places.is_leader(world):
-        for folder in list_published(places.root):
+    if storage.is_leader(world):
+        for folder in list_published(storage.root):
             if (parse_step(folder.name) or 0) > to_step:
                 with contextlib.suppress(OSError):
                     folder.rename(_abandoned_name(folder))
-    if places.remote is not None and world.is_main:
+    if storage.remote is not None and world.is_main:
         try:
-            for step in places.remote.list_steps():
-                if step > to_step and places.remote.get_size(step, PINNED) is None:
-                    places.remote.remove(step, MANIFEST)
+            for step in storage.remote.list_steps():
+                if step > to_step and storage.remote.get_size(step, PINNED) is None:
+                    storage.remote.remove(step, MANIFEST)
         except OSError as error:
             log.warning(
                 f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on"
@@ -179,7 +179,7 @@ def open_external(path: Path, accept_missing: Collection[str], world: World) -> 
     return Found(path, manifest, form.state, universal=form)
 
 
-def reshard_if_needed(found: Found, config: Mapping[str, Any], places: StorageLayout, world: World) -> Found:
+def reshard_if_needed(found: Found, config: Mapping[str, Any], storage: StorageLayout, world: World) -> Found:
     """A checkpoint that this start can load: converted if ranks, ZeRO stage or offload differ. Collective.
 
     Before the model is built. `config` is the DeepSpeed JSON of this start.
@@ -194,8 +194,8 @@ def reshard_if_needed(found: Found, config: Mapping[str, Any], places: StorageLa
     if not changes:
         return found
     folder = found.folder
-    if places.per_host and folder.parent == places.root:
-        outcome = assemble(places, found.manifest, found.text, world)
+    if storage.per_host and folder.parent == storage.root:
+        outcome = assemble(storage, found.manifest, found.text, world)
         if not isinstance(outcome, Path):
             raise mark_agreed(RunError(f"{folder} cannot be put together to be converted: {outcome.text}"))
         folder = outcome
@@ -219,20 +219,20 @@ def restore(found: Found, shards: Shards, seed: int, world: World) -> RunState:
     return found.state
 
 
-def _list_local_steps(places: StorageLayout, world: World) -> tuple[list[int], bool]:
+def _list_local_steps(storage: StorageLayout, world: World) -> tuple[list[int], bool]:
     """The steps in this host's folder, and whether something was set aside there before; on its leader."""
-    if not places.is_leader(world):
+    if not storage.is_leader(world):
         return [], False
-    for line in recover(places.root):
+    for line in recover(storage.root):
         log.warning(line, extra=EVERY_RANK)
-    steps = [step for folder in list_published(places.root) if (step := parse_step(folder.name)) is not None]
-    return steps, any(places.root.glob(f"step_*{BROKEN}*"))
+    steps = [step for folder in list_published(storage.root) if (step := parse_step(folder.name)) is not None]
+    return steps, any(storage.root.glob(f"step_*{BROKEN}*"))
 
 
-def _set_aside(places: StorageLayout, step: int, reason: str, world: World) -> None:
+def _set_aside(storage: StorageLayout, step: int, reason: str, world: World) -> None:
     """Rename what there is of a broken checkpoint, on every host. Collective."""
-    folder = places.root / step_name(step)
-    leads = places.is_leader(world)
+    folder = storage.root / step_name(step)
+    leads = storage.is_leader(world)
     told = look_everywhere(
         folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
     )

@@ -73,8 +73,8 @@ def prune(
     *,
     keep: int,
     keep_every: Multiples | None,
-    only_shipped: bool = False,
-    num_calm: int = 1,
+    only_uploaded: bool = False,
+    num_known_good: int = 1,
 ) -> None:
     """Delete what `select_expired` says, universal forms too, and what killed saves left. On rank 0, after a save.
 
@@ -85,13 +85,13 @@ def prune(
     folders = {
         step: folder for folder in list_published(root) if (step := parse_step(folder.name)) is not None
     }
-    unshipped = {step for step, folder in folders.items() if only_shipped and not is_uploaded(folder)}
+    not_uploaded = {step for step, folder in folders.items() if only_uploaded and not is_uploaded(folder)}
     abandoned = select_expired(list(folders), keep=2 * keep, keep_every=keep_every, protected=())
     pinned = {step for step, folder in folders.items() if (folder / PINNED).exists()}
-    calm = sorted(step for step, folder in folders.items() if (folder / KNOWN_GOOD).exists())
-    protected = pinned | set(calm[-num_calm:]) | (unshipped - set(abandoned))
+    known_good = sorted(step for step, folder in folders.items() if (folder / KNOWN_GOOD).exists())
+    protected = pinned | set(known_good[-num_known_good:]) | (not_uploaded - set(abandoned))
     for step in select_expired(list(folders), keep=keep, keep_every=keep_every, protected=protected):
-        if step in unshipped:
+        if step in not_uploaded:
             log.warning(
                 f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
                 "are here; mend the place, or save less often or raise checkpoint.keep_last if it is too "

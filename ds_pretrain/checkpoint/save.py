@@ -112,11 +112,11 @@ class Saves:
     """The saves of one run on one rank. Methods marked collective must be called by all ranks together."""
 
     def __init__(
-        self, places: StorageLayout, world: World, published: Callable[[int], None], expected_bytes: int = 0
+        self, storage: StorageLayout, world: World, published: Callable[[int], None], expected_bytes: int = 0
     ) -> None:
         """`published` runs on a thread of each leader once a checkpoint is published on all hosts."""
-        self._places, self._world, self._published = places, world, published
-        self._leads, self._root = places.is_leader(world), places.root
+        self._storage, self._world, self._published = storage, world, published
+        self._leads, self._root = storage.is_leader(world), storage.root
         self._expected_bytes = expected_bytes  # of one checkpoint in `root`; the last one tells better
         self._buffers: Buffers = {}
         self._save: _InFlight | None = None
@@ -177,7 +177,7 @@ class Saves:
         if save.here is not None:
             return self._ended(save)
         problem = self._own(save.job.error)
-        leader, folder = self._places.find_leader(self._world), self._unfinished(save.step)
+        leader, folder = self._storage.find_leader(self._world), self._unfinished(save.step)
         entries = save.job.result or {}  # nothing where it failed
         mine = (leader, {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()})
         told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))

@@ -115,9 +115,9 @@ class ShardedCheckpoint:
 
     def groups(self) -> Iterator[Group]:
         """The name of each parameter group and its parameters."""
-        for place, options in enumerate(self.options):
+        for index, options in enumerate(self.options):
             names = [name for index in options["params"] for name in self.shapes[index]]
-            yield Group(str(options.get("name", place)), tuple(names))
+            yield Group(str(options.get("name", index)), tuple(names))
 
     def buffers(self) -> dict[str, Tensor]:
         """Every persistent buffer."""

@@ -58,14 +58,14 @@ _START = "from ds_pretrain.checkpoint.upload import main; main()"
 class Uploader:
     """The leading rank's handle of its host's upload process. Nothing here raises but the constructor."""
 
-    def __init__(self, root: Path, place: str, host: int, keep: int, keep_every: Multiples | None) -> None:
+    def __init__(self, root: Path, location: str, host: int, keep: int, keep_every: Multiples | None) -> None:
         """Raises InputError if checkpoints would be uploaded to where they are."""
-        self._rounds = UploadLoop(root.absolute(), place, host, keep, keep_every)
+        self._rounds = UploadLoop(root.absolute(), location, host, keep, keep_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
-        if "://" not in place and Path(place).resolve() == root.resolve():
+        if "://" not in location and Path(location).resolve() == root.resolve():
             raise InputError(
-                f"checkpoint.upload_to = {place}: checkpoints are saved there already; name another place"
+                f"checkpoint.upload_to = {location}: checkpoints are saved there already; name another place"
             )
 
     def start(self) -> None:
@@ -372,13 +372,13 @@ def _publish(remote: Remote, step: int, text: bytes) -> None:
         raise OSError(f"{remote.location}: the manifest of step {step} reads back as something else")
 
 
-def _mark(folder: Path, manifest: Manifest, text: bytes, place: str) -> None:
+def _mark(folder: Path, manifest: Manifest, text: bytes, location: str) -> None:
     """Write down here that this checkpoint need not be kept here."""
     files = [folder / name for name in manifest.files]
     seconds = time.time() - (folder / MANIFEST).stat().st_mtime
     mark = {
         "manifest": manifest_checksum(text),
-        "place": place,
+        "place": location,
         "bytes": sum(path.stat().st_size for path in files if path.exists()),
         "seconds": round(max(seconds, 0.0), 3),  # from publication to arrival
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -398,9 +398,9 @@ def tidy(root: Path, remote: Remote, keep: int, keep_every: Multiples | None) ->
     old = select_expired(there, keep=keep, keep_every=keep_every, protected=())
     # Each newer one had to wait for all hosts: one that still has not seen an old one is no more.
     abandoned = select_expired(there, keep=2 * keep, keep_every=keep_every, protected=())
-    calm = next((step for step in there if marked(step, KNOWN_GOOD)), None) if old else None
+    known_good = next((step for step in there if marked(step, KNOWN_GOOD)), None) if old else None
     for step in old:
-        if step == calm or marked(step, PINNED):
+        if step == known_good or marked(step, PINNED):
             continue
         unseen = [
             name for name in remote.list_names(step) if name.startswith(ARRIVED) and name != marker_name(0)

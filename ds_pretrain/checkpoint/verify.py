@@ -70,15 +70,15 @@ class FolderListing:
     reason: str | None = None
 
 
-def find_at_step(places: StorageLayout, step: int, world: World) -> Found | str:
+def find_at_step(storage: StorageLayout, step: int, world: World) -> Found | str:
     """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
-    folder = places.root / step_name(step)
-    leads = places.is_leader(world)
+    folder = storage.root / step_name(step)
+    leads = storage.is_leader(world)
     hosts = look_everywhere(
         folder, world, lambda: read_manifest(folder) if leads and folder.exists() else FolderListing()
     )
     there = look_everywhere(
-        folder, world, lambda: _look_at_remote(places, step) if world.is_main else FolderListing()
+        folder, world, lambda: _look_at_remote(storage, step) if world.is_main else FolderListing()
     )[0]
     choices = {seen.text: seen.manifest for seen in hosts if seen.text is not None and seen.manifest}
     newest_first = sorted(choices, key=lambda text: choices[text].created, reverse=True)
@@ -86,10 +86,10 @@ def find_at_step(places: StorageLayout, step: int, world: World) -> Found | str:
         choices[there.text] = there.manifest
         newest_first = [text for text in newest_first if text != there.text] + [there.text]
     reasons = [seen.reason for seen in (*hosts, there) if seen.reason is not None]
-    own = hosts[places.find_leader(world)].text
+    own = hosts[storage.find_leader(world)].text
     for text in newest_first:
         copy = _Copy(folder, choices[text], text, own == text, there.text == text)
-        outcome = _judge(copy, places, world)
+        outcome = _judge(copy, storage, world)
         if isinstance(outcome, Found):
             return outcome
         reasons.append(outcome)
@@ -181,17 +181,17 @@ def _is_whole(folder: Path, name: str) -> bool:
         return False
 
 
-def assemble(places: StorageLayout, manifest: Manifest, text: str, world: World) -> Path | Problem:
+def assemble(storage: StorageLayout, manifest: Manifest, text: str, world: World) -> Path | Problem:
     """A folder that all hosts share, put together from what they and the remote place have. Collective.
 
     Or why it cannot be.
     """
-    folder = places.out / ASSEMBLED / step_name(manifest.step)
+    folder = storage.out / ASSEMBLED / step_name(manifest.step)
     building = folder.with_name(folder.name + PARTIAL)
     if run_on_main(world, lambda: list_present_files(folder, manifest, text) == list(manifest.files)):
         return folder
     log.info(f"putting the checkpoint of step {manifest.step:,} together in {folder.parent}")
-    mine = _plan_fetches(places, manifest, text, world)
+    mine = _plan_fetches(storage, manifest, text, world)
     return _build(building, folder, mine, manifest, text, world.is_main, world) or folder
 
 
@@ -243,57 +243,58 @@ class _Copy:
     is_uploaded: bool  # so has the remote place
 
 
-def _look_at_remote(places: StorageLayout, step: int) -> FolderListing:
-    content = None if places.remote is None else places.remote.read(step, MANIFEST)
+def _look_at_remote(storage: StorageLayout, step: int) -> FolderListing:
+    content = None if storage.remote is None else storage.remote.read(step, MANIFEST)
     return FolderListing() if content is None else check_manifest(content, step)
 
 
-def _judge(copy: _Copy, places: StorageLayout, world: World) -> Found | str:
+def _judge(copy: _Copy, storage: StorageLayout, world: World) -> Found | str:
     """A checkpoint whose files are where they are needed, or come there; or why not. Collective."""
     manifest = copy.manifest
     reason = None
-    if not places.per_host or manifest.world_size == world.size:
-        share = places.assigned_files(manifest, world)
-        told = look_everywhere(copy.folder, world, lambda: _find_wrong_files(copy, share, places))
+    if not storage.per_host or manifest.world_size == world.size:
+        share = storage.assigned_files(manifest, world)
+        told = look_everywhere(copy.folder, world, lambda: _find_wrong_files(copy, share, storage))
         reason = next((reason for found in told for reason in found.values()), None)
         if reason is None:
-            return _open(copy, places, world)
+            return _open(copy, storage, world)
         if copy.is_uploaded:
-            return _complete(copy, list(told[world.rank]), reason, places, world)
-    if not places.per_host:
+            return _complete(copy, list(told[world.rank]), reason, storage, world)
+    if not storage.per_host:
         return reason or ""
     held = gather_objects(
-        world, list_present_files(copy.folder, manifest, copy.text) if places.is_leader(world) else []
+        world, list_present_files(copy.folder, manifest, copy.text) if storage.is_leader(world) else []
     )
     lacking = manifest.files.keys() - {name for names in held for name in names}
     if lacking and not copy.is_uploaded:
         return reason or f"{min(lacking)} is on none of these hosts"
-    outcome = assemble(places, manifest, copy.text, world)
+    outcome = assemble(storage, manifest, copy.text, world)
     if isinstance(outcome, Path):
-        return _open(replace(copy, folder=outcome, is_here=True), replace(places, per_host=False), world)
+        return _open(replace(copy, folder=outcome, is_here=True), replace(storage, per_host=False), world)
     _refuse_passing(outcome, copy.folder)
     return f"it cannot be put together: {outcome.text}"
 
 
-def _find_wrong_files(copy: _Copy, names: Sequence[str], places: StorageLayout) -> dict[str, str]:
+def _find_wrong_files(copy: _Copy, names: Sequence[str], storage: StorageLayout) -> dict[str, str]:
     """The files of this rank's share that are not right here, each with the reason."""
-    host = f" on {platform.node()}" if places.per_host else ""
+    host = f" on {platform.node()}" if storage.per_host else ""
     if not copy.is_here:
         return dict.fromkeys(names, f"it is not{host or ' here'}")
     reasons = {
-        name: find_file_problem(copy.folder, name, copy.manifest.files[name], places.verify) for name in names
+        name: find_file_problem(copy.folder, name, copy.manifest.files[name], storage.verify)
+        for name in names
     }
     return {name: reason + host for name, reason in reasons.items() if reason is not None}
 
 
 def _complete(
-    copy: _Copy, wrong: Sequence[str], reason: str, places: StorageLayout, world: World
+    copy: _Copy, wrong: Sequence[str], reason: str, storage: StorageLayout, world: World
 ) -> Found | str:
     """What is missing here, fetched into its host's folder; or why its copy cannot be used. Collective.
 
     What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
     """
-    folder, remote, leads = copy.folder, places.remote, places.is_leader(world)
+    folder, remote, leads = copy.folder, storage.remote, storage.is_leader(world)
     assert remote is not None
     log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.location}")
     is_stale = leads and not copy.is_here
@@ -304,7 +305,7 @@ def _complete(
     if problem is not None:
         _refuse_passing(problem, folder)
         return f"{reason}, and its copy cannot be used: {problem.text}"
-    return _open(replace(copy, is_here=True), places, world)
+    return _open(replace(copy, is_here=True), storage, world)
 
 
 def _refuse_passing(problem: Problem, folder: Path) -> None:
@@ -313,10 +314,10 @@ def _refuse_passing(problem: Problem, folder: Path) -> None:
         raise mark_agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
 
 
-def _open(copy: _Copy, places: StorageLayout, world: World) -> Found | str:
+def _open(copy: _Copy, storage: StorageLayout, world: World) -> Found | str:
     """Read what every rank has to know, where it is right; or why it is nowhere. Collective."""
     names = [name for name in (RUN_STATE, DEEPSPEED) if name in copy.manifest.files]
-    here, folder, remote = copy.is_here and places.is_leader(world), copy.folder, places.remote
+    here, folder, remote = copy.is_here and storage.is_leader(world), copy.folder, storage.remote
 
     def read_here(name: str) -> bytes | None:
         return (folder / name).read_bytes() if (folder / name).is_file() else None
@@ -356,21 +357,21 @@ def _read_listed(
 
 
 def _plan_fetches(
-    places: StorageLayout, manifest: Manifest, text: str, world: World
+    storage: StorageLayout, manifest: Manifest, text: str, world: World
 ) -> dict[str, list[Remote]]:
     """The files that this rank brings, and where it may take each from. Collective."""
-    root = places.root / step_name(manifest.step)
+    root = storage.root / step_name(manifest.step)
     held = gather_objects(
-        world, set(list_present_files(root, manifest, text)) if places.is_leader(world) else set()
+        world, set(list_present_files(root, manifest, text)) if storage.is_leader(world) else set()
     )
-    leaders = gather_objects(world, places.find_leader(world))
+    leaders = gather_objects(world, storage.find_leader(world))
     mine = {}
-    for place, name in enumerate(manifest.files):
+    for location, name in enumerate(manifest.files):
         holders = [rank for rank, leader in enumerate(leaders) if name in held[leader]]
         ranks = holders or range(world.size)
-        if ranks[place % len(ranks)] == world.rank:
-            here = [open_folder_as_remote(places.root)] if holders else []
-            mine[name] = [*here, *([places.remote] if places.remote is not None else [])]
+        if ranks[location % len(ranks)] == world.rank:
+            here = [open_folder_as_remote(storage.root)] if holders else []
+            mine[name] = [*here, *([storage.remote] if storage.remote is not None else [])]
     return mine
 
 

@@ -460,12 +460,12 @@ def _format_step(
             f"checksum   {read}, and {taken.checksum} was recorded: these are NOT the samples that were "
             f"read; {describe_changes(run) or '`ds-pretrain audit RUN` says what does not hold'}"
         )
-    shared = taken.sequence_parallel_size
-    share = num_samples * shared // (taken.world_size or 1)
-    reader = None if rank is None else rank // shared
+    sp_size = taken.sequence_parallel_size
+    share = num_samples * sp_size // (taken.world_size or 1)
+    reader = None if rank is None else rank // sp_size
     places = range(num_samples) if reader is None else range(reader * share, (reader + 1) * share)
     for place, passage in zip(places, read_passages(ids, places, run.sources), strict=True):
-        whose = "" if taken.world_size is None else f"{_name_reader(place // share, shared)}, "
+        whose = "" if taken.world_size is None else f"{_name_reader(place // share, sp_size)}, "
         whole = ", ".join(map(str, passage.documents))
         documents = f"{'documents' if len(passage.documents) > 1 else 'document'} {whole}"
         yield (
@@ -475,9 +475,9 @@ def _format_step(
         yield _escape(passage.text) if rank is not None else _shorten(passage.text)
 
 
-def _name_reader(reader: int, shared: int) -> str:
-    first = reader * shared
-    return f"rank {first}" if shared == 1 else f"ranks {first} to {first + shared - 1}"
+def _name_reader(reader: int, sp_size: int) -> str:
+    first = reader * sp_size
+    return f"rank {first}" if sp_size == 1 else f"ranks {first} to {first + sp_size - 1}"
 
 
 def _shorten(text: str) -> str:

@@ -115,10 +115,10 @@ def _open_audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
         for name, now in inputs.data.items()
         if name in known and known[name] != now
     ]
-    cure = read_rollback_log(out)
+    rollback_log = read_rollback_log(out)
     root = out / "checkpoints" if plan.run.checkpoint.local_dir is None else plan.checkpoints
-    newest = _read_newest_state(root, cure.rollbacks)
-    rollbacks, ledger = cure.rollbacks, cure.ledger
+    newest = _read_newest_state(root, rollback_log.rollbacks)
+    rollbacks, ledger = rollback_log.rollbacks, rollback_log.ledger
     if len(newest.rollbacks) > len(rollbacks):
         if len(newest.rollbacks) > record.num_inherited:
             problems.append(_describe_lost_rollback_log(root, len(rollbacks), newest))
@@ -276,9 +276,9 @@ class History:
             self._num_rollbacks = max(self._num_rollbacks, min(num_rollbacks, len(self._run.rollbacks)))
 
     def _start(self, step: int, record: Mapping[str, Any]) -> None:
-        size, shared = record.get("world_size"), record.get("sequence_parallel_size")
+        size, sp_size = record.get("world_size"), record.get("sequence_parallel_size")
         self.worlds[self._attempt] = size if isinstance(size, int) and size > 0 else None
-        self._shared = shared if isinstance(shared, int) and shared > 0 else 1
+        self._shared = sp_size if isinstance(sp_size, int) and sp_size > 0 else 1
         if step < 0:
             self.problems.append(
                 f"attempt {self._attempt} is recorded to begin after step {step:,}; expected 0 or more"

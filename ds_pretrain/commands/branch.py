@@ -89,7 +89,7 @@ def run_branch(words: argparse.Namespace) -> int:
     return 0
 
 
-def create_branch(place: Path | Remote, step: int, plan: Plan) -> None:
+def create_branch(location: Path | Remote, step: int, plan: Plan) -> None:
     """Make the run directory of `plan` so that a start goes on from the checkpoint of `step` at `place`.
 
     Everything is checked first, without an engine; nothing is left behind where it fails.
@@ -97,7 +97,7 @@ def create_branch(place: Path | Remote, step: int, plan: Plan) -> None:
     Raises:
         InputError: with every problem found.
     """
-    parent = _read_parent(open_folder_as_remote(place) if isinstance(place, Path) else place, step)
+    parent = _read_parent(open_folder_as_remote(location) if isinstance(location, Path) else location, step)
     inputs = open_inputs(plan)
     manifest = parent.manifest
     record = RunRecord(
@@ -127,19 +127,19 @@ def create_branch(place: Path | Remote, step: int, plan: Plan) -> None:
     print(f"next       ds-pretrain train {plan.run_path}, with the same overrides if there were any")
 
 
-def _read_parent(place: Remote, step: int) -> Parent:
-    if step not in (there := place.list_steps()):
+def _read_parent(location: Remote, step: int) -> Parent:
+    if step not in (there := location.list_steps()):
         steps = join_listed([f"{s:,}" for s in there], len(there)) or "none"
-        raise InputError(f"{place.location} has no checkpoint of step {step:,}; it has: {steps}")
+        raise InputError(f"{location.location} has no checkpoint of step {step:,}; it has: {steps}")
     try:
-        texts = [place.read(step, name) or b"" for name in (MANIFEST, RUN_STATE)]
+        texts = [location.read(step, name) or b"" for name in (MANIFEST, RUN_STATE)]
         manifest, state = parse_manifest(texts[0].decode()), RunState.from_json(texts[1].decode())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{place.location}/{step_name(step)} is broken: its manifest or {RUN_STATE} cannot be read "
+            f"{location.location}/{step_name(step)} is broken: its manifest or {RUN_STATE} cannot be read "
             f"({error}); branch from another checkpoint"
         ) from None
-    return Parent(place, manifest, manifest_checksum(texts[0]), len(state.rollbacks))
+    return Parent(location, manifest, manifest_checksum(texts[0]), len(state.rollbacks))
 
 
 def _find_checkpoints_folder(plan: Plan) -> Path:
@@ -189,29 +189,29 @@ def _find_problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord
 def _find_overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
     """Places of the new run that are the parent's: who deletes one takes both."""
     section = plan.run.checkpoint
-    places = {
+    storage = {
         "out": plan.run.out,
         "checkpoint.local_dir": section.local_dir,
         "checkpoint.upload_to": section.upload_to,
     }
-    for key, place in places.items():
-        if place is None:
+    for key, location in storage.items():
+        if location is None:
             continue
-        if "://" in place:
-            if place.rstrip("/") == parent.directory:
-                yield f"{key} = {place} is where the parent's checkpoints are; name another place"
-        elif (whose := _find_holder(parent, Path(place).resolve())) is not None:
-            yield f"{key} = {place} lies in {whose}; name a folder outside of it"
+        if "://" in location:
+            if location.rstrip("/") == parent.directory:
+                yield f"{key} = {location} is where the parent's checkpoints are; name another place"
+        elif (whose := _find_holder(parent, Path(location).resolve())) is not None:
+            yield f"{key} = {location} lies in {whose}; name a folder outside of it"
 
 
-def _find_holder(parent: Parent, place: Path) -> str | None:
+def _find_holder(parent: Parent, location: Path) -> str | None:
     roots: dict[Path, str] = {}
     if parent.folder is not None:
         root = parent.folder.parent.resolve()
         roots[root] = f"the parent's folder of checkpoints ({root})"
         if root.name == "checkpoints":
             roots[root.parent] = f"the parent's run directory ({root.parent})"
-    for folder in (place, *place.parents):
+    for folder in (location, *location.parents):
         if os.path.isfile(folder / MANIFEST):
             return f"a checkpoint ({folder})"
         if folder in roots:
@@ -221,15 +221,15 @@ def _find_holder(parent: Parent, place: Path) -> str | None:
 
 def _check_remote(plan: Plan) -> str | None:
     """Why checkpoints of the new run cannot go to its place, as far as looking tells; a start proves it."""
-    place = plan.run.checkpoint.upload_to
-    if place is None:
+    location = plan.run.checkpoint.upload_to
+    if location is None:
         return None
     with suppress(InputError, OSError):
-        remote = reopen_remote(place)
+        remote = reopen_remote(location)
         found = (remote.read_label() or b"").decode(errors="replace")
         if found := found or "".join(f"step {step:,}" for step in remote.list_steps()[:1]):
             return (
-                f"{plan.run_path}: checkpoint.upload_to = {place} holds the checkpoints of another run "
+                f"{plan.run_path}: checkpoint.upload_to = {location} holds the checkpoints of another run "
                 f"({found[:200]}); give each run a place of its own"
             )
     return None
@@ -251,10 +251,10 @@ def _pin(parent: Parent, plan: Plan) -> None:
 
     The branch does not need it, so one that is another's to write to may be left as it is.
     """
-    place, step = parent.location, parent.manifest.step
+    location, step = parent.location, parent.manifest.step
     mark = {"name": plan.run.name, "out": str(plan.out.absolute())}
     try:
-        place.write(step, PINNED, (place.read(step, PINNED) or b"") + json.dumps(mark).encode() + b"\n")
+        location.write(step, PINNED, (location.read(step, PINNED) or b"") + json.dumps(mark).encode() + b"\n")
     except OSError as error:
         print(
             f"WARNING    {parent.where} could not be pinned ({error.strerror or error}): its run may prune "

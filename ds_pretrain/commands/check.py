@@ -54,20 +54,21 @@ def _check(words: argparse.Namespace) -> int:
     return 0
 
 
-def _format_model(base: Pretrained | None, quick: bool) -> Iterator[str]:
+def _format_model(pretrained: Pretrained | None, quick: bool) -> Iterator[str]:
     """What was looked at in the model's own code, or that it was not."""
     if not uses_transformers():
         why = "--quick" if quick else "transformers or torch cannot be imported here"
-        weights = f", and whether the tensors of {base.folder} fit it" if base else ""
+        weights = f", and whether the tensors of {pretrained.folder} fit it" if pretrained else ""
         yield (
             f"not checked ({why}): keys and types of the model config, how the model is built{weights}, its "
             "parameters, rotary positions of the phases, and what its layers do to mask_documents and "
             "sequence_parallel_size; train checks them before it opens an engine"
         )
-    elif base is not None:
+    elif pretrained is not None:
         yield (
-            f"weights    {base.folder}: names and shapes of {len(base.tensors):,} tensors are those of the "
-            f"model (fingerprint {base.fingerprint})"
+            f"weights    {pretrained.folder}: names and shapes of {len(pretrained.tensors):,} tensors are "
+            f"those of the "
+            f"model (fingerprint {pretrained.fingerprint})"
         )
 
 

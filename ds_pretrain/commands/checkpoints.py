@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_checkpoints(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
     action = _ACTIONS[words.action]
-    if words.shipped and not action.is_there:
+    if words.uploaded and not action.is_there:
         names = ", ".join(name for name, other in _ACTIONS.items() if other.is_there)
         raise InputError(f"checkpoints {words.action}: --shipped belongs to {names}")
     if len(words.names) not in action.num_names:
@@ -45,7 +45,7 @@ def run_checkpoints(words: argparse.Namespace) -> int:
             f"checkpoints {words.action}: {len(words.names)} checkpoint(s) named, expected {counts}, like "
             f"`checkpoints RUN {words.action}{' 1000' * action.num_names[-1]}`"
         )
-    return action.act(_Asked(Path(words.run), words.shipped), words.names)
+    return action.act(_Asked(Path(words.run), words.uploaded), words.names)
 
 
 def find_checkpoint_root(run: Path) -> Path:
@@ -108,12 +108,12 @@ class _Asked:
     def location(self) -> Remote:
         if not self.is_shipped:
             return open_folder_as_remote(self.root)
-        place = load_plan(self.run).upload_to
-        if place is None:
+        location = load_plan(self.run).upload_to
+        if location is None:
             raise InputError(
                 f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
             )
-        return reopen_remote(place)
+        return reopen_remote(location)
 
     def steps(self) -> list[int]:
         """The newest first. A folder here may be broken in that it has no manifest."""
@@ -194,17 +194,17 @@ def _verify(asked: _Asked, names: list[str]) -> int:
 
 
 def _pin(asked: _Asked, names: list[str]) -> int:
-    step, place = asked.step(names[0]), asked.location
-    if place.get_size(step, PINNED) is None:  # what a branch noted there stays
-        place.write(step, PINNED, b"")
+    step, location = asked.step(names[0]), asked.location
+    if location.get_size(step, PINNED) is None:  # what a branch noted there stays
+        location.write(step, PINNED, b"")
     print(f"{step_name(step)} is kept for good{asked.there}")
     return 0
 
 
 def _unpin(asked: _Asked, names: list[str]) -> int:
-    step, place = asked.step(names[0]), asked.location
-    branched = read_branches(place.read(step, PINNED) or b"")
-    place.remove(step, PINNED)
+    step, location = asked.step(names[0]), asked.location
+    branched = read_branches(location.read(step, PINNED) or b"")
+    location.remove(step, PINNED)
     runs = ", ".join(f"{name} ({out})" for name, out in branched)
     lost = (
         f"; it was pinned because {runs} began from it: what a branch needs lies in its own run "

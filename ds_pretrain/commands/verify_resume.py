@@ -95,38 +95,38 @@ def verify_resume(
             f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
         )
     origin = None if begin is None else choose_folder(plan.out / "checkpoints", begin).absolute()
-    place = Workdir(plan.out.with_name(f"{plan.out.name}.verify-resume"))
+    workdir = Workdir(plan.out.with_name(f"{plan.out.name}.verify-resume"))
     launch_both = partial(
-        start, [*overrides, *_build_overrides(place, middle, origin)], ["--stop-after", str(last)]
+        start, [*overrides, *_build_overrides(workdir, middle, origin)], ["--stop-after", str(last)]
     )
-    with _hold_workdir(place.folder):
-        code = _train_twice(launch_both, place, middle, last)
-        if code == EXIT_FINISHED and not _compare(place, middle, last):
+    with _hold_workdir(workdir.folder):
+        code = _train_twice(launch_both, workdir, middle, last)
+        if code == EXIT_FINISHED and not _compare(workdir, middle, last):
             code = EXIT_FAILED
     if code != EXIT_FINISHED:
-        print(f"kept for a closer look: {place.folder}")
+        print(f"kept for a closer look: {workdir.folder}")
         return code
     for line in describe_coverage(plan.timeline, middle, last):
         print(line)
-    shutil.rmtree(place.folder)
+    shutil.rmtree(workdir.folder)
     return EXIT_FINISHED
 
 
-def _train_twice(launch_run: Callable[[], int], place: Workdir, middle: int, last: int) -> int:
+def _train_twice(launch_run: Callable[[], int], workdir: Workdir, middle: int, last: int) -> int:
     """Both launches; what the first saved after the middle is out of the second one's way, in `straight/`."""
     for which, saves in (("first", (middle, last)), ("second", (last,))):
         print(f"verify-resume: the {which} launch", flush=True)
         code = launch_run()
-        missing = [step for step in saves if not place.saved(step).is_dir()]
+        missing = [step for step in saves if not workdir.saved(step).is_dir()]
         if missing or code not in (EXIT_FINISHED, EXIT_PREEMPTED):
             lacking = f", and there is no checkpoint of step {missing[0]:,}" if missing else ""
             print(f"verify-resume: the {which} launch ended with code {code}{lacking}; nothing is proven")
             return code or EXIT_FAILED
         if which == "first":
-            place.straight(last).parent.mkdir()
-            for folder in list(place.saved(last).parent.iterdir()):
+            workdir.straight(last).parent.mkdir()
+            for folder in list(workdir.saved(last).parent.iterdir()):
                 if (parse_step(folder.name.partition(".")[0]) or 0) > middle:
-                    folder.rename(place.straight(last).with_name(folder.name))
+                    folder.rename(workdir.straight(last).with_name(folder.name))
     return EXIT_FINISHED
 
 
@@ -170,10 +170,10 @@ def find_first_difference(
     return None
 
 
-def _build_overrides(place: Workdir, middle: int, origin: Path | None) -> list[str]:
+def _build_overrides(workdir: Workdir, middle: int, origin: Path | None) -> list[str]:
     """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
     return [
-        f"out={place.out}",
+        f"out={workdir.out}",
         f"checkpoint.every={middle} steps",  # the next multiple lies at or behind the last step, saved anyway
         f"checkpoint.keep_last={_KEEP_ALL}",
         "checkpoint.local_dir=none",
@@ -210,13 +210,13 @@ def _hold_workdir(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _compare(place: Workdir, middle: int, last: int) -> bool:
+def _compare(workdir: Workdir, middle: int, last: int) -> bool:
     """Whether both launches made the same of the second half; says what was found."""
     from ds_pretrain.checkpoint.diff import compare_checkpoints, format_differences  # which imports torch
 
     steps: dict[int, dict[int, Mapping[str, Any]]] = {1: {}, 2: {}}  # of both attempts
     found = None  # where the second launch began
-    path = place.out / METRICS
+    path = workdir.out / METRICS
     for record in read_metrics(path) if path.is_file() else ():
         kind, attempt = record.get("event"), record.get("attempt")
         if kind == "step" and attempt in steps:
@@ -232,7 +232,7 @@ def _compare(place: Workdir, middle: int, last: int) -> bool:
         return False
     half = range(middle + 1, last + 1)
     different_step = find_first_difference(steps[1], steps[2], half)
-    states = compare_checkpoints(place.straight(last), place.saved(last))
+    states = compare_checkpoints(workdir.straight(last), workdir.saved(last))
     lines = [] if states.is_same_state else list(format_differences(states))
     if different_step is None and not lines:
         print(

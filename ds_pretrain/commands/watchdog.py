@@ -115,22 +115,22 @@ class _LastStart:
     overrides: tuple[str, ...] = ()
 
 
-def read_settings(place: Path, overrides: Sequence[str]) -> tuple[Path | None, WatchdogSection]:
+def read_settings(path: Path, overrides: Sequence[str]) -> tuple[Path | None, WatchdogSection]:
     """The run directory of a run directory or a run file, None for a CSV file, and what to judge with.
 
     Raises:
         InputError: with what cannot be read, and how it should look.
     """
-    if place.is_file() and place.suffix != ".toml":
+    if path.is_file() and path.suffix != ".toml":
         return None, parse_sections("", _WatchdogOnly, overrides).watchdog
-    if place.is_file():
-        plan = load_plan(place, overrides)
+    if path.is_file():
+        plan = load_plan(path, overrides)
         return plan.out, plan.run.watchdog
-    if not (place / METRICS).is_file():
-        raise InputError(f"{place} is no CSV file, no run file, and no run directory with a {METRICS}")
-    run_file, record = place / "run.toml", place / "run.json"
+    if not (path / METRICS).is_file():
+        raise InputError(f"{path} is no CSV file, no run file, and no run directory with a {METRICS}")
+    run_file, record = path / "run.toml", path / "run.json"
     if not run_file.is_file():
-        return place, parse_sections("", _WatchdogOnly, overrides).watchdog
+        return path, parse_sections("", _WatchdogOnly, overrides).watchdog
     try:
         text = read_text(record, "run record") if record.is_file() else "{}"
         saved = read_as(_LastStart, text, extra="ignore").overrides
@@ -140,7 +140,7 @@ def read_settings(place: Path, overrides: Sequence[str]) -> tuple[Path | None, W
             "back, or move it away to judge without them"
         ) from None
     run = parse_run(read_text(run_file, "run file"), [*saved, *overrides], str(run_file))
-    return place, run.watchdog
+    return path, run.watchdog
 
 
 def read_run(out: Path, settings: WatchdogSection) -> RecordedCurve:

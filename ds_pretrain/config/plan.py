@@ -91,8 +91,8 @@ class Plan:
     def upload_to(self) -> str | None:
         """Where checkpoints are copied to."""
         section = self.run.checkpoint
-        shared = str(self.out / "checkpoints") if section.local_dir is not None else None
-        return section.upload_to or shared
+        sp_size = str(self.out / "checkpoints") if section.local_dir is not None else None
+        return section.upload_to or sp_size
 
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
@@ -219,28 +219,28 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     """Problems of running this plan on `world_size` ranks; the batch arithmetic is printed whole."""
     if world_size < 1:
         return [f"world size {world_size} (from {world_source}): expected 1 or more"]
-    shared = plan.sequence_parallel_size
-    if world_size % shared:
+    sp_size = plan.sequence_parallel_size
+    if world_size % sp_size:
         return [
-            f"{plan.run.deepspeed}: `sequence_parallel_size` = {shared} does not divide {world_size} ranks "
+            f"{plan.run.deepspeed}: `sequence_parallel_size` = {sp_size} does not divide {world_size} ranks "
             f"(from {world_source}); set it to a divisor of their number, at best one that keeps each "
             "sequence on one node"
         ]
-    groups = f", {shared} ranks a sequence" if shared > 1 else ""
+    groups = f", {sp_size} ranks a sequence" if sp_size > 1 else ""
     alike: dict[tuple[int, int, int], list[Segment]] = {}
     for segment in plan.timeline.segments:
         kind = segment.sequences, segment.seq_len, plan.micro_batch_size(segment.first_step)
         alike.setdefault(kind, []).append(segment)
     problems, other_counts, asked = [], [], plan.run.batch.gradient_accumulation_steps
     for (sequences, seq_len, micro), segments in alike.items():
-        count = count_micro_batches(sequences, micro, world_size // shared)
+        count = count_micro_batches(sequences, micro, world_size // sp_size)
         arithmetic = (
             f"{_describe_segments(plan, segments)}global batch {format_count_of(sequences, 'sequence')} "
             f"({sequences * seq_len:,} tokens / seq_len {seq_len:,}), micro-batch {micro}, world size "
             f"{world_size} (from {world_source}){groups}"
         )
         if count is None:
-            problems.append(f"{arithmetic} do not multiply out; {_suggest_worlds(sequences, micro, shared)}")
+            problems.append(f"{arithmetic} do not multiply out; {_suggest_worlds(sequences, micro, sp_size)}")
         elif asked is not None and asked != count:
             other_counts.append(f"{arithmetic} make accumulation {count}")
     if other_counts:
@@ -250,7 +250,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
             "change the batch or the number of ranks"
         )
     first = plan.timeline.segments[0]
-    count = count_micro_batches(first.sequences, plan.micro_batch_size(0), world_size // shared)
+    count = count_micro_batches(first.sequences, plan.micro_batch_size(0), world_size // sp_size)
     in_json = check_ranks(plan.deepspeed, world_size, asked or count, plan.run_path)
     return [
         *(f"{plan.run_path}: {problem}" for problem in problems),
@@ -318,8 +318,8 @@ def _describe_segments(plan: Plan, segments: Sequence[Segment]) -> str:
     return f"{' and '.join(steps)}: "
 
 
-def _suggest_worlds(sequences: int, micro: int, shared: int) -> str:
-    worlds = [shared * readers for readers in list_valid_world_sizes(sequences, micro)]
+def _suggest_worlds(sequences: int, micro: int, sp_size: int) -> str:
+    worlds = [sp_size * readers for readers in list_valid_world_sizes(sequences, micro)]
     return f"world sizes that do: {join_listed(worlds)} (or another batch.micro_batch_size)"
 
 

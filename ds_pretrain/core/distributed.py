@@ -39,9 +39,11 @@ class World:
         """True on the one rank that writes what is written once."""
         return self.rank == 0
 
-    def data_parallel_world(self, ranks_a_sequence: int) -> "World":
+    def data_parallel_world(self, sequence_parallel_size: int) -> "World":
         """Who reads rows: each group of neighboring ranks that share their sequences counts as one."""
-        return World(self.rank // ranks_a_sequence, self.size // ranks_a_sequence, self.local_rank)
+        return World(
+            self.rank // sequence_parallel_size, self.size // sequence_parallel_size, self.local_rank
+        )
 
     @staticmethod
     def from_environment() -> "World":

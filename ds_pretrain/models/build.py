@@ -47,7 +47,7 @@ def build_model(
     partition: Partition,
     gather: Gather,
     attention: str | None = None,
-    base: Pretrained | None = None,
+    pretrained: Pretrained | None = None,
 ) -> BuiltModel:
     """Build any decoder-only model that Transformers knows, its weights drawn from (seed, name). Collective.
 
@@ -72,8 +72,8 @@ def build_model(
     _train_every_embedding(model)
     restore_rotary(model)
     std = getattr(config, "initializer_range", None) or 0.02
-    if base is not None:
-        weights = load_pretrained(model, base, world, gather)
+    if pretrained is not None:
+        weights = load_pretrained(model, pretrained, world, gather)
     else:
         weights = initialize(
             model, seed=seed, std=std, num_layers=config.num_hidden_layers, world=world, gather=gather
@@ -90,7 +90,7 @@ def build_on_meta(
     qk_norm: bool = False,
     attention: str | None = None,
     name: str = NAME,
-    base: Pretrained | None = None,
+    pretrained: Pretrained | None = None,
     recompute: bool = False,
     phases: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Any:
@@ -119,7 +119,7 @@ def build_on_meta(
                 f"{type(error).__name__}: {error}"
             ) from error
         model.tie_weights()
-        if base is not None and (problems := check_pretrained(model, base)):
+        if pretrained is not None and (problems := check_pretrained(model, pretrained)):
             raise InputError(problems)
         if phases:
             restore_rotary(model, "cpu")

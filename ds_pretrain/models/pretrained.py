@@ -142,7 +142,7 @@ def _read_samples(file: Path) -> Iterator[bytes]:
             yield opened.read(_SAMPLE_BYTES)
 
 
-def load_pretrained(model: Any, base: Pretrained, world: World, gather: Any) -> tuple[Any, ...]:
+def load_pretrained(model: Any, pretrained: Pretrained, world: World, gather: Any) -> tuple[Any, ...]:
     """Fill `model` with the weights of `base`, in the model's own type, and measure what arrived. Collective.
 
     `gather` and the reports are those of `init`. Read on rank 0 where parameters are partitioned, else on
@@ -156,13 +156,13 @@ def load_pretrained(model: Any, base: Pretrained, world: World, gather: Any) -> 
     from ds_pretrain.models.init import check_weights, expect_values
     from ds_pretrain.models.param_groups import is_partitioned, iterate_parameters
 
-    if problems := check_pretrained(model, base):
+    if problems := check_pretrained(model, pretrained):
         raise InputError(problems)
-    asked, names, wrong = {}, _find_stored_names(model, base), []
+    asked, names, wrong = {}, _find_stored_names(model, pretrained), []
     for name, _, parameter in iterate_parameters(model):
         with gather([parameter]):  # on every rank, whatever one of them meets in it
             if world.is_main or not is_partitioned(parameter):
-                values = _read(base.tensors[names[name][0]].file, names[name][0], parameter.dtype)
+                values = _read(pretrained.tensors[names[name][0]].file, names[name][0], parameter.dtype)
                 if isinstance(values, str):
                     wrong.append(values)
                     continue
@@ -194,39 +194,40 @@ def _read(file: Path, name: str, dtype: Any) -> Any | str:
     return values
 
 
-def check_pretrained(model: Any, base: Pretrained) -> list[str]:
+def check_pretrained(model: Any, pretrained: Pretrained) -> list[str]:
     """Parameters that `base` lacks, or has in another shape or as no plain numbers, and surplus tensors.
 
     Also a tied output head that the file has with other values than the embedding's.
     """
     from ds_pretrain.models.param_groups import get_whole_shape, iterate_parameters
 
-    names = _find_stored_names(model, base)
+    names = _find_stored_names(model, pretrained)
     shapes = {name: get_whole_shape(parameter) for name, _, parameter in iterate_parameters(model)}
     missing = [f"{name} {list(shapes[name])}" for name, stored in names.items() if not stored]
     other = [
-        f"{key} {list(base.tensors[key].shape)}, expected {list(shapes[name])}"
+        f"{key} {list(pretrained.tensors[key].shape)}, expected {list(shapes[name])}"
         for name, stored in names.items()
         for key in stored
-        if base.tensors[key].shape != shapes[name]
+        if pretrained.tensors[key].shape != shapes[name]
     ]
     coded = [
-        f"{key} ({base.tensors[key].kind})"
+        f"{key} ({pretrained.tensors[key].kind})"
         for stored in names.values()
         for key in stored
-        if base.tensors[key].kind not in _KINDS
+        if pretrained.tensors[key].kind not in _KINDS
     ]
     used = {key for stored in names.values() for key in stored}
-    surplus = [key for key in base.tensors if key not in used and not _is_computed(model, key)]
+    surplus = [key for key in pretrained.tensors if key not in used and not _is_computed(model, key)]
     problems = [
-        f"model.pretrained: {base.folder} {what} {len(found)} of the model's tensors: "
+        f"model.pretrained: {pretrained.folder} {what} {len(found)} of the model's tensors: "
         f"{join_listed(found, _SHOWN)}"
         for found, what in ((missing, "lacks"), (other, "has in another shape"))
         if found
     ]
     if coded:
         problems.append(
-            f"model.pretrained: {base.folder} has {len(coded)} of the model's tensors as numbers that no "
+            f"model.pretrained: {pretrained.folder} has {len(coded)} of the model's tensors as numbers "
+            f"that no "
             f"weights "
             f"are trained as: {join_listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model "
             f"from "
@@ -234,16 +235,16 @@ def check_pretrained(model: Any, base: Pretrained) -> list[str]:
         )
     if surplus:
         problems.append(
-            f"model.pretrained: {base.folder} has {format_count_of(len(surplus), 'tensor')} that the "
+            f"model.pretrained: {pretrained.folder} has {format_count_of(len(surplus), 'tensor')} that the "
             f"model of its "
             f"config.json has no place for: {join_listed(surplus, _SHOWN)}"
         )
     if (missing and surplus) or any("experts" in name for name in missing):
         problems[-1] += "; names have to be those of the model's own code in the installed Transformers"
-    return problems or list(_find_untied(names, base))
+    return problems or list(_find_untied(names, pretrained))
 
 
-def _find_stored_names(model: Any, base: Pretrained) -> dict[str, list[str]]:
+def _find_stored_names(model: Any, pretrained: Pretrained) -> dict[str, list[str]]:
     """For each parameter, by its first name: its keys in `base`, of which a tied one may have several."""
     from ds_pretrain.models.param_groups import iterate_parameters
 
@@ -251,7 +252,7 @@ def _find_stored_names(model: Any, base: Pretrained) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {name: [] for name in owned.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for key in _list_spellings(model, name):
-            if key in base.tensors and key not in names[owned[id(parameter)]]:
+            if key in pretrained.tensors and key not in names[owned[id(parameter)]]:
                 names[owned[id(parameter)]].append(key)
                 break
     return names
@@ -270,19 +271,20 @@ def _is_computed(model: Any, key: str) -> bool:
     return key in buffers or _COMPUTED.search(key) is not None
 
 
-def _find_untied(names: dict[str, list[str]], base: Pretrained) -> Iterator[str]:
+def _find_untied(names: dict[str, list[str]], pretrained: Pretrained) -> Iterator[str]:
     from safetensors import safe_open
 
     for first, *others in (stored for stored in names.values() if len(stored) > 1):
         for other in others:
             with (
-                safe_open(base.tensors[first].file, "pt") as one,
-                safe_open(base.tensors[other].file, "pt") as two,
+                safe_open(pretrained.tensors[first].file, "pt") as one,
+                safe_open(pretrained.tensors[other].file, "pt") as two,
             ):
                 # NaN is no other value than NaN here; that it is none at all is told when it is read
                 if not one.get_tensor(first).nan_to_num().equal(two.get_tensor(other).nan_to_num()):
                     yield (
-                        f"model.pretrained: {base.folder} has {first} and {other} with different values, "
+                        f"model.pretrained: {pretrained.folder} has {first} and {other} with different "
+                        f"values, "
                         f"and its "
                         'config ties them; set "tie_word_embeddings" to false there'
                     )

@@ -40,7 +40,7 @@ _PAUSE_SECONDS = 60.0  # between two pages that tell nothing but small things: t
 _MOST_RECORDS = 2000  # read for a page
 _IN_FULL = 10  # incidents that are told in full
 _MOST_EVENTS = 200  # lines
-_MOST_SUSPECTS = 20
+_MOST_SAMPLES = 20
 _WIDTH, _HEIGHT = 72, 10  # of a plot, in characters
 _ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
 _BULKY = ("curve", "rank_losses", "hosts", "samples")
@@ -363,7 +363,7 @@ def _format_high_loss_samples(record: Record) -> Iterator[str]:
         f"loss {one['loss']:.4g}  {_format_line(one['source'])}, documents "
         f"{_format_line(one['documents'])}, sample "
         f"{one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  {_format_line(one['text'], 120)}"
-        for one in samples[:_MOST_SUSPECTS]
+        for one in samples[:_MOST_SAMPLES]
     ]
     if samples:
         yield _format_block(*lines)

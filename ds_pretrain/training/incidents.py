@@ -20,14 +20,14 @@ from ds_pretrain.core.state import Rollback, RunState, Verdict
 from ds_pretrain.data.sampler import SampleIds
 from ds_pretrain.monitor.monitor import Monitor
 from ds_pretrain.watchdog.detector import ONSET_REACH
-from ds_pretrain.watchdog.policy import Response, is_same_place
+from ds_pretrain.watchdog.policy import Response, is_same_onset
 from ds_pretrain.watchdog.replay import Replay, ReplayedStep, conclude, find_suspect_hosts, read_passes
 from ds_pretrain.watchdog.rollback_log import read_rollback_log
 
 RankLosses = tuple[float, ...]  # the mean loss of each rank at one step
 _FEW_NON_FINITE = 3  # so many within a window are no accident
 _LOOK_BACK = 10  # times `patience`: rollbacks older than that are not looked for any more
-_CURED = {"replay": "the replay cured it", "skip": "it was the data that are skipped now"}
+_OUTCOMES = {"replay": "the replay cured it", "skip": "it was the data that are skipped now"}
 
 
 class Incidents:
@@ -91,11 +91,11 @@ class Incidents:
             if rollback.response != "stop" and number not in self._concluded
             if state.step < max(rollback.step, healthy_since) + patience  # else it was passed in health
             if state.step < rollback.step + _LOOK_BACK * patience
-            if not any(self._is_same_place(rollback, later.onset) for later in state.rollbacks[number:])
+            if not any(self._is_same_onset(rollback, later.onset) for later in state.rollbacks[number:])
         }
 
-    def _is_same_place(self, rollback: Rollback, onset: int) -> bool:
-        return is_same_place(self._plan.run.watchdog, self._plan.timeline, rollback, onset)
+    def _is_same_onset(self, rollback: Rollback, onset: int) -> bool:
+        return is_same_onset(self._plan.run.watchdog, self._plan.timeline, rollback, onset)
 
     def note_step(
         self, state: RunState, record: StepRecord, rank_losses: RankLosses, verdict: Verdict
@@ -104,9 +104,9 @@ class Incidents:
         self._recent.append((record.step, rank_losses))
         self._say(record, verdict, state.num_healthy_steps)
         if self._replay is not None:
-            ranks, shared = self._world.size, self._plan.sequence_parallel_size
+            ranks, sp_size = self._world.size, self._plan.sequence_parallel_size
             seen = ReplayedStep(
-                record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, shared
+                record.loss, record.grad_norm, record.batch_checksum, ranks, rank_losses, sp_size
             )
             self._replay = self._replay.after(record.step, seen)
         if state.num_healthy_steps >= self._patience:
@@ -140,7 +140,7 @@ class Incidents:
 
     def record_recurrence(self, onset: int, step: int) -> None:
         """Trouble that began at `onset`: that of which rollback is it again?"""
-        for number in [n for n, r in self._open.items() if self._is_same_place(r, onset)]:
+        for number in [n for n, r in self._open.items() if self._is_same_onset(r, onset)]:
             rollback = self._open.pop(number)
             self._conclude(number, step, came_back=True)
             message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"
@@ -188,13 +188,13 @@ class Incidents:
         """The samples that the weights gone back to find strangest."""
         self._monitor.event("high_loss_samples", incident=number, step=rollback.step, samples=list(samples))
 
-    def _say(self, record: StepRecord, verdict: Verdict, num_healthy: int) -> None:
+    def _say(self, record: StepRecord, verdict: Verdict, num_healthy_steps: int) -> None:
         """Each trouble once, and once more when it is over."""
         again = verdict.roll_back and self._plan.run.watchdog.mode != "act"  # told every `patience` steps
         said = (verdict.action, verdict.kind, None if again else verdict.onset)
         if said == self._said or (verdict.kind is None and not self._said):
             return
-        if verdict.kind is None and self._said[0] == "roll_back" and num_healthy < self._patience:
+        if verdict.kind is None and self._said[0] == "roll_back" and num_healthy_steps < self._patience:
             return
         self._said = said if verdict.kind is not None and verdict.action != "ok" else ()
         if verdict.kind is None:
@@ -232,7 +232,7 @@ class Incidents:
             rollback = self._open.pop(number)
             self._conclude(number, state.step, came_back=False)
             message = (
-                f"{self._patience} healthy steps after step {rollback.step:,}: {_CURED[rollback.response]}"
+                f"{self._patience} healthy steps after step {rollback.step:,}: {_OUTCOMES[rollback.response]}"
             )
             self._monitor.report("outcome", message, incident=number, step=state.step, outcome="healed")
 

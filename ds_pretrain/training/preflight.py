@@ -86,14 +86,16 @@ def open_inputs(plan: Plan) -> Inputs:
     sources = _open_all(plan.run.sources, f"{plan.run_path}: sources", problems)
     validation = plan.run.validation.sources if plan.run.validation else {}
     held_out = _open_all(validation, f"{plan.run_path}: validation.sources", problems)
-    base, folder = None, plan.run.model.pretrained
+    pretrained, folder = None, plan.run.model.pretrained
     try:
-        base = None if folder is None else read_pretrained(Path(folder), f"{plan.run_path}: model.pretrained")
+        pretrained = (
+            None if folder is None else read_pretrained(Path(folder), f"{plan.run_path}: model.pretrained")
+        )
     except InputError as error:
         problems += error.problems
     if problems:
         raise InputError(problems)
-    return Inputs(sources, held_out, base)
+    return Inputs(sources, held_out, pretrained)
 
 
 def _check_locations(plan: Plan) -> list[str]:
@@ -101,9 +103,9 @@ def _check_locations(plan: Plan) -> list[str]:
     problems, section = [], plan.run.checkpoint
     if plan.run.resume_from is not None:
         problems += _check_origin(Path(plan.run.resume_from), plan.run_path)
-    for key, place in (("local_dir", section.local_dir), ("upload_to", section.upload_to)):
-        if place is not None and "://" not in place:
-            problem = check_folder(Path(place), f"{plan.run_path}: checkpoint.{key}")
+    for key, location in (("local_dir", section.local_dir), ("upload_to", section.upload_to)):
+        if location is not None and "://" not in location:
+            problem = check_folder(Path(location), f"{plan.run_path}: checkpoint.{key}")
             problems += [problem] if problem is not None else []
     return problems
 
@@ -158,7 +160,7 @@ def _check_sequence_parallel(plan: Plan) -> list[str]:
     return [f"{plan.run.deepspeed} sets `sequence_parallel_size` = {num_sharing}, {p}" for p in problems]
 
 
-def build_problems(plan: Plan, base: Pretrained | None) -> list[str]:
+def build_problems(plan: Plan, pretrained: Pretrained | None) -> list[str]:
     """List why the model cannot be built, load `model.pretrained` or be in a phase. Needs torch."""
     from ds_pretrain.models.build import build_on_meta
 
@@ -169,7 +171,7 @@ def build_problems(plan: Plan, base: Pretrained | None) -> list[str]:
             qk_norm=plan.run.model.qk_norm,
             attention=plan.run.model.attention,
             name=plan.run.model.config,
-            base=base,
+            pretrained=pretrained,
             recompute=plan.run.model.activation_checkpointing
             or any(phase.activation_checkpointing for phase in plan.run.phases),
             phases=phases,
@@ -243,9 +245,9 @@ def format_summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterat
         )
         yield f"batch      {_format_batch(plan, segment, world_size)}"
     together = plan.sequence_parallel_size
-    shared = f", {together} ranks share each sequence" if together > 1 else ""
+    sp_size = f", {together} ranks share each sequence" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
-    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{shared}"
+    yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{sp_size}"
     yield f"model      {_format_model(plan)}"
     yield from _format_sources(plan, inputs)
     yield from _format_unused(plan)
@@ -311,31 +313,31 @@ def _check_tokenizers(inputs: Inputs) -> Iterator[str]:
 
 def _check_pretrained(plan: Plan, inputs: Inputs) -> list[str]:
     """What does not go with the weights that the run begins with."""
-    if (base := inputs.pretrained) is None:
+    if (pretrained := inputs.pretrained) is None:
         return []
     problems = [
-        *find_config_differences(plan, base),
-        *find_tokenizer_problems(base.folder, _list_sources(inputs)),
+        *find_config_differences(plan, pretrained),
+        *find_tokenizer_problems(pretrained.folder, _list_sources(inputs)),
     ]
-    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in base.tensors)
+    has_norms = any(name.split(".")[-2:-1] == ["q_norm"] for name in pretrained.tensors)
     if plan.run.model.qk_norm and plan.model.get("model_type") in QK_NORM_ADDABLE and not has_norms:
         problems.append(
             f"{plan.run_path}: model.qk_norm = true adds norms to a model that was trained without them "
-            f"({base.folder}): it would compute something else than it learned; set it to false"
+            f"({pretrained.folder}): it would compute something else than it learned; set it to false"
         )
     return problems
 
 
 def _format_batch(plan: Plan, segment: Segment, world_size: int | None) -> str:
     sequences, micro = segment.sequences, plan.micro_batch_size(segment.first_step)
-    shared = plan.sequence_parallel_size
+    sp_size = plan.sequence_parallel_size
     if world_size is None:
-        worlds = [shared * readers for readers in list_valid_world_sizes(sequences, micro)]
+        worlds = [sp_size * readers for readers in list_valid_world_sizes(sequences, micro)]
         return f"micro-batches of {micro}; world sizes that divide it: {join_listed(worlds)}"
-    count = count_micro_batches(sequences, micro, world_size // shared)
+    count = count_micro_batches(sequences, micro, world_size // sp_size)
     ranks, each = format_count_of(world_size, "rank"), format_count_of(micro, "sequence")
-    if shared > 1:
-        ranks = f"{format_count_of(world_size // shared, 'group')} of {shared} ranks"
+    if sp_size > 1:
+        ranks = f"{format_count_of(world_size // sp_size, 'group')} of {sp_size} ranks"
     return f"{ranks} x {each} x accumulation {count} = {format_count_of(sequences, 'sequence')}"
 
 
@@ -536,17 +538,18 @@ def _check_retrieval(plan: Plan) -> Iterator[str]:
             f"phase has samples as long: {', '.join(short)}; make one at least {SHORTEST_PROMPT}, or set "
             "validation.retrieval = false"
         )
-    shared = plan.sequence_parallel_size
+    sp_size = plan.sequence_parallel_size
     prompts = {
         n
         for phase in plan.run.phases
         for n in list_prompt_lengths(phase.seq_len)
-        if phase.seq_len % shared == 0
+        if phase.seq_len % sp_size == 0
     }
-    if _uses_retrieval(plan) and (odd := sorted(n for n in prompts if n % shared)):
+    if _uses_retrieval(plan) and (odd := sorted(n for n in prompts if n % sp_size)):
         yield (
             f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
-            f"sequence_parallel_size = {shared} of {plan.run.deepspeed} does not divide; set it to false, or "
+            f"sequence_parallel_size = {sp_size} of {plan.run.deepspeed} does not divide; set it to "
+            f"false, or "
             "take a power of two"
         )
 

@@ -54,7 +54,7 @@ def read_known_run(found: Found | None) -> KnownRun | None:
 
 
 def find_start(
-    plan: Plan, wish: StartOptions, places: StorageLayout, cure: RollbackLog, world: World
+    plan: Plan, options: StartOptions, storage: StorageLayout, rollback_log: RollbackLog, world: World
 ) -> tuple[Found | None, Found | None]:
     """Find where a start begins: the newest checkpoint of the run's own, or else that of another run.
 
@@ -63,18 +63,18 @@ def find_start(
     Raises:
         InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
     """
-    is_left = partial(cure.is_abandoned, heeds_stop=plan.run.watchdog.mode == "act")
-    own, origin = store.find(places, world, is_left), None
+    is_left = partial(rollback_log.is_abandoned, heeds_stop=plan.run.watchdog.mode == "act")
+    own, origin = store.find(storage, world, is_left), None
     if own is None:
-        origin = _find_origin(plan, wish, world)
-    refuse_step(own or origin, plan, wish)
+        origin = _find_origin(plan, options, world)
+    refuse_step(own or origin, plan, options)
     return own, origin
 
 
-def _find_origin(plan: Plan, wish: StartOptions, world: World) -> Found | None:
+def _find_origin(plan: Plan, options: StartOptions, world: World) -> Found | None:
     if plan.run.resume_from is None:
         return None
-    accepted = (*plan.run.accept_missing, *(("manifest",) if wish.trust_pickle else ()))
+    accepted = (*plan.run.accept_missing, *(("manifest",) if options.trust_pickle else ()))
     return store.open_external(Path(plan.run.resume_from), accepted, world)
 
 
@@ -82,7 +82,7 @@ def resume(
     found: Found | None,
     engine: Engine,
     enter_phase: Callable[[int], None],
-    feed: BatchLoader,
+    loader: BatchLoader,
     plan: Plan,
     monitor: Monitor,
     began: float,
@@ -95,7 +95,7 @@ def resume(
     state = store.restore(found, engine, plan.run.seed, world)
     if found.manifest.probe is not None:
         enter_phase(found.manifest.probe.step)
-    probed = check_probe(found.manifest, state, engine, feed, plan, world)
+    probed = check_probe(found.manifest, state, engine, loader, plan, world)
     if world.is_main:
         say(
             sys.stdout,
@@ -124,7 +124,7 @@ def report_changes(record: RunRecord, monitor: Monitor) -> None:
             monitor.event("config_changed", field=field, old=before, new=now)
 
 
-def refuse_step(found: Found | None, plan: Plan, wish: StartOptions) -> None:
+def refuse_step(found: Found | None, plan: Plan, options: StartOptions) -> None:
     """What a start cannot mean by where the run stands."""
     stands = 0 if found is None else found.state.step
     if found is not None and stands > plan.last_step:
@@ -134,10 +134,11 @@ def refuse_step(found: Found | None, plan: Plan, wish: StartOptions) -> None:
                 "steps); set schedule.length back, or give the run file a new `out`"
             )
         )
-    if wish.stop_after is not None and not stands < wish.stop_after <= plan.last_step:
+    if options.stop_after is not None and not stands < options.stop_after <= plan.last_step:
         raise mark_agreed(
             InputError(
-                f"--stop-after {wish.stop_after}: the run stands at step {stands:,} of {plan.last_step:,}; "
+                f"--stop-after {options.stop_after}: the run stands at step {stands:,} of "
+                f"{plan.last_step:,}; "
                 "give a step that is still to come"
             )
         )
@@ -156,7 +157,7 @@ def repeat_probe(engine: Engine, batch: Batch, step: int, world: World) -> Probe
 
 
 def check_probe(
-    manifest: Manifest, state: RunState, engine: Engine, feed: BatchLoader, plan: Plan, world: World
+    manifest: Manifest, state: RunState, engine: Engine, loader: BatchLoader, plan: Plan, world: World
 ) -> str:
     """Compare the loss of restored weights with the one that was stored; what came of it. Collective.
 
@@ -185,7 +186,7 @@ def check_probe(
             f"its loss cannot be compared: it is of step {saved.step + 1:,}, which reads fewer sequences now"
         )
     then = RunState(saved.step, state.ledger)
-    batches, checksum = feed.first_micro_batches(then, saved.num_ranks, saved.micro_batch_size)
+    batches, checksum = loader.first_micro_batches(then, saved.num_ranks, saved.micro_batch_size)
     if checksum != saved.checksum:
         return "its loss cannot be compared: the data there is not what it was"
     loss, _ = _compute_mean_loss(engine, batches, 0, world)

@@ -34,7 +34,7 @@ from ds_pretrain.watchdog.rollback_log import ROLLBACKS, write_rollback_log
 
 # The samples with the highest loss under the weights that were gone back to, around the onset of the trouble:
 # the weights at the spike find everything strange, these tell a poisoned sample from its neighbors.
-NUM_SUSPECTS = 8
+NUM_HIGH_LOSS_SAMPLES = 8
 STEPS_BEFORE = 1  # an update is seen in the loss of the step after it
 STEPS_AFTER = 4  # an onset may be told up to five steps too early
 _MOST_CHARACTERS = 2000  # of a sample's text
@@ -47,18 +47,18 @@ class Watchdog:
         self,
         plan: Plan,
         monitor: Monitor,
-        places: StorageLayout,
+        storage: StorageLayout,
         attempt: int,
         enter: Callable[[int], None],
         world: World,
     ) -> None:
         """`enter` puts the model into the phase of the update after so many steps. Collective."""
-        self._plan, self._places, self._world = plan, places, world
+        self._plan, self._storage, self._world = plan, storage, world
         self._attempt, self._enter = attempt, enter
         self._monitor, self._incidents = monitor, Incidents(plan, monitor, world)
         self._unknown = False  # whether what is usual has to be learned anew after a verdict
 
-    def resume(self, state: RunState, engine: Engine, feed: BatchLoader) -> None:
+    def resume(self, state: RunState, engine: Engine, loader: BatchLoader) -> None:
         """Begin with the state of a start; tell what a crash kept from being told. Collective."""
         lacking = run_on_main(self._world, lambda: self._incidents.list_unreported(state))
         if lacking:
@@ -68,9 +68,9 @@ class Watchdog:
             if "rollback" in lacking:
                 seen = "what was seen is in the log: the process died before it was written down here"
                 told = Verdict("roll_back", None, rollback.onset, seen)
-                self._told(state, feed, told, "as decided before a crash", retold=True)
+                self._told(state, loader, told, "as decided before a crash", retold=True)
             if state.step == rollback.to_step:
-                self._look_for_suspects(state, engine, feed, ledger)
+                self._find_high_loss_samples(state, engine, loader, ledger)
         self._incidents.begin(state)
 
     def norm_limit(self, state: RunState) -> float | None:
@@ -103,17 +103,17 @@ class Watchdog:
         if self._plan.run.watchdog.mode == "act":
             return True
         if self._world.is_main:
-            calm = list_saved_steps(self._places.root, state.rollbacks, calm=True)
-            response = self._respond(state, verdict, state.step, calm)
+            known_good = list_saved_steps(self._storage.root, state.rollbacks, known_good=True)
+            response = self._respond(state, verdict, state.step, known_good)
             self._incidents.record_observation(state.step, verdict, response)
         return False
 
-    def _respond(self, state: RunState, verdict: Verdict, step: int, calm: Sequence[int]) -> Response:
+    def _respond(self, state: RunState, verdict: Verdict, step: int, known_good: Sequence[int]) -> Response:
         section, timeline = self._plan.run.watchdog, self._plan.timeline
-        return respond(section, timeline, state.rollbacks, verdict, step, calm)
+        return respond(section, timeline, state.rollbacks, verdict, step, known_good)
 
     def roll_back(
-        self, state: RunState, verdict: Verdict, engine: Engine, feed: BatchLoader, step: int
+        self, state: RunState, verdict: Verdict, engine: Engine, loader: BatchLoader, step: int
     ) -> RunState:
         """Go back to an older calm checkpoint, in this process; the state to go on from. Collective.
 
@@ -131,14 +131,14 @@ class Watchdog:
         )
         self._written(after)
         log.warning(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
-        self._told(after, feed, verdict, response.reason)
-        store.discard_after(self._places, after.step, self._world)
+        self._told(after, loader, verdict, response.reason)
+        store.discard_after(self._storage, after.step, self._world)
         store.restore(found, engine, self._plan.run.seed, self._world)
-        self._look_for_suspects(after, engine, feed, state.ledger)
+        self._find_high_loss_samples(after, engine, loader, state.ledger)
         self._incidents.begin(after)
         return after
 
-    def _told(self, after: RunState, feed: BatchLoader, verdict: Verdict, reason: str, **more: Any) -> None:
+    def _told(self, after: RunState, loader: BatchLoader, verdict: Verdict, reason: str, **more: Any) -> None:
         """The newest rollback of `after`, and what it skips."""
         rollback = after.rollbacks[-1]
         self._incidents.record_decision(
@@ -148,17 +148,17 @@ class Watchdog:
             verdict,
             reason,
             to_step=rollback.to_step,
-            skipped=_describe_skip(feed, after) if rollback.response == "skip" else None,
+            skipped=_describe_skip(loader, after) if rollback.response == "skip" else None,
             **more,
         )
 
-    def _look_for_suspects(
-        self, after: RunState, engine: Engine, feed: BatchLoader, ledger: SkipLedger
+    def _find_high_loss_samples(
+        self, after: RunState, engine: Engine, loader: BatchLoader, ledger: SkipLedger
     ) -> None:
         """In what was read under `ledger`, by the weights that were gone back to. Collective."""
         rollback = after.rollbacks[-1]
         steps = find_offending_steps(rollback.onset, rollback.to_step, rollback.step)
-        found = find_suspects(engine, feed, self._enter, steps, ledger, self._world)
+        found = find_high_loss_samples(engine, loader, self._enter, steps, ledger, self._world)
         self._incidents.record_high_loss_samples(len(after.rollbacks), rollback, found)
 
     def finish(self, state: RunState) -> None:
@@ -167,8 +167,8 @@ class Watchdog:
         if state.watchdog.spike is None or self._plan.run.watchdog.mode == "off":
             return
         if self._world.is_main:
-            calm = list_saved_steps(self._places.root, state.rollbacks, calm=True)
-            newest = f"step {max(calm):,}" if calm else "none"
+            known_good = list_saved_steps(self._storage.root, state.rollbacks, known_good=True)
+            newest = f"step {max(known_good):,}" if known_good else "none"
             onset = state.watchdog.spike.onset
             self._monitor.report(
                 "warning",
@@ -180,37 +180,37 @@ class Watchdog:
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
         """The checkpoint to go back to, verified and ready to load. Collective."""
-        calm = self._saved_steps(state, calm=True)
+        known_good = self._saved_steps(state, known_good=True)
         while True:
-            response = self._respond(state, verdict, step, calm)
+            response = self._respond(state, verdict, step, known_good)
             if response.action == "stop" or response.to_step is None:
-                raise self._needs_person(state, verdict, response, step)
-            outcome = find_at_step(self._places, response.to_step, self._world)
+                raise self._needs_operator(state, verdict, response, step)
+            outcome = find_at_step(self._storage, response.to_step, self._world)
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
-                return store.reshard_if_needed(outcome, deepspeed, self._places, self._world), response
+                return store.reshard_if_needed(outcome, deepspeed, self._storage, self._world), response
             log.warning(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
-            calm = [c for c in calm if c != response.to_step]
+            known_good = [c for c in known_good if c != response.to_step]
 
-    def _saved_steps(self, state: RunState, calm: bool) -> list[int]:
+    def _saved_steps(self, state: RunState, known_good: bool) -> list[int]:
         """The steps of the checkpoints that any host has, or that were shipped. Collective."""
-        root, leads = self._places.root, self._places.is_leader(self._world)
+        root, leads = self._storage.root, self._storage.is_leader(self._world)
         here = run_on_each_rank(
-            self._world, lambda: list_saved_steps(root, state.rollbacks, calm) if leads else []
+            self._world, lambda: list_saved_steps(root, state.rollbacks, known_good) if leads else []
         )
-        shipped = run_on_main(self._world, lambda: list_uploaded_steps(self._places, calm))
-        return sorted({*(step for steps in here for step in steps), *shipped})
+        uploaded = run_on_main(self._world, lambda: list_uploaded_steps(self._storage, known_good))
+        return sorted({*(step for steps in here for step in steps), *uploaded})
 
     def _decided(self, verdict: Verdict, response: Response, to_step: int, step: int) -> Rollback:
         assert verdict.onset is not None
         assert verdict.kind is not None
         return Rollback(to_step, step, verdict.onset, verdict.kind, response.action, self._attempt)
 
-    def _written(self, after: RunState, untold: str | None = None) -> None:
+    def _written(self, after: RunState, unreported: str | None = None) -> None:
         try:
-            run_on_main(self._world, lambda: write_rollback_log(self._plan.out, after, untold))
+            run_on_main(self._world, lambda: write_rollback_log(self._plan.out, after, unreported))
         except RunError as problem:
-            if untold is not None:
+            if unreported is not None:
                 log.warning(f"that the run needs a person cannot be written down: {problem}")
                 return
             path = self._plan.out / ROLLBACKS
@@ -220,19 +220,19 @@ class Watchdog:
                 )
             ) from None
 
-    def _needs_person(
+    def _needs_operator(
         self, state: RunState, verdict: Verdict, response: Response, step: int
     ) -> NeedsOperator:
         """Write down where the next start goes on, and say all that is known. Collective."""
         if response.to_step is None:  # none is calm: the newest that is older than the trouble
             assert verdict.onset is not None
-            older = [at for at in self._saved_steps(state, calm=False) if at < verdict.onset]
+            older = [at for at in self._saved_steps(state, known_good=False) if at < verdict.onset]
             response = replace(response, to_step=max(older, default=0))
         assert response.to_step is not None
         stop = self._decided(verdict, response, response.to_step, step)
         stopped = replace(state, rollbacks=(*state.rollbacks, stop))
         diagnosis = self._diagnosis(state, verdict, response, step)
-        self._written(stopped, untold=diagnosis)
+        self._written(stopped, unreported=diagnosis)
         self._incidents.record_decision(
             "needs_operator",
             len(stopped.rollbacks),
@@ -264,25 +264,27 @@ class Watchdog:
         )
 
 
-def list_saved_steps(root: Path, rollbacks: Sequence[Rollback], calm: bool) -> list[int]:
+def list_saved_steps(root: Path, rollbacks: Sequence[Rollback], known_good: bool) -> list[int]:
     """The checkpoints of a folder that a run may go back to: none, even pinned, of a branch that it left."""
-    folders = [folder for folder in list_published(root) if not calm or (folder / KNOWN_GOOD).exists()]
+    folders = [folder for folder in list_published(root) if not known_good or (folder / KNOWN_GOOD).exists()]
     return [parse_step(f.name) or 0 for f in folders if not is_marked_abandoned(f, rollbacks)]
 
 
-def list_uploaded_steps(places: StorageLayout, calm: bool) -> list[int]:
+def list_uploaded_steps(storage: StorageLayout, known_good: bool) -> list[int]:
     """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
-    if places.remote is None:
+    if storage.remote is None:
         return []
     try:
-        steps = places.remote.list_steps()
-        return [step for step in steps if not calm or places.remote.get_size(step, KNOWN_GOOD) is not None]
+        steps = storage.remote.list_steps()
+        return [
+            step for step in steps if not known_good or storage.remote.get_size(step, KNOWN_GOOD) is not None
+        ]
     except OSError as error:
-        log.warning(f"which checkpoints {places.remote.location} has is not known: {error}")
+        log.warning(f"which checkpoints {storage.remote.location} has is not known: {error}")
         return []
 
 
-def _describe_skip(feed: BatchLoader, state: RunState) -> Mapping[str, Any]:
+def _describe_skip(loader: BatchLoader, state: RunState) -> Mapping[str, Any]:
     """The newest entry of the ledger, with its samples."""
     skip = state.ledger.skips[-1]
     return {
@@ -290,7 +292,7 @@ def _describe_skip(feed: BatchLoader, state: RunState) -> Mapping[str, Any]:
         "start": skip.start,
         "stop": skip.stop,
         "num_samples": skip.stop - skip.start,
-        "samples": feed.sampler.skipped(skip, state.ledger).group_by_source(),
+        "samples": loader.sampler.skipped(skip, state.ledger).group_by_source(),
     }
 
 
@@ -299,9 +301,9 @@ def find_offending_steps(onset: int, to_step: int, step: int) -> range:
     return range(max(to_step + 1, onset - STEPS_BEFORE), min(step, onset + STEPS_AFTER) + 1)
 
 
-def find_suspects(
+def find_high_loss_samples(
     engine: Engine,
-    feed: BatchLoader,
+    loader: BatchLoader,
     enter: Callable[[int], None],
     steps: Sequence[int],
     ledger: SkipLedger,
@@ -316,7 +318,7 @@ def find_suspects(
     with preserve_streams(), engine.evaluation_mode():
         for step in steps:
             enter(step - 1)
-            batch = feed.read(step - 1, ledger)
+            batch = loader.read(step - 1, ledger)
             sums: list[tuple[float, int]] = []  # of each sample that this rank reads
             for micro in batch.micro_batches:
                 losses, labels = compute_token_losses(engine, micro)  # [B, T] each
@@ -324,34 +326,34 @@ def find_suspects(
                 sums += zip(map(sum_losses, losses), counts, strict=True)
             rows = gather_rows(world, [number for sample in sums for number in sample])  # [W, 2 * samples]
             means = _compute_mean_losses(rows, engine.sequence_parallel_size)
-            found += [(loss, step, place) for place, loss in enumerate(means)]
+            found += [(loss, step, index) for index, loss in enumerate(means)]
     if not world.is_main:
         return []
-    return _describe_samples(feed, ledger, sorted(found, reverse=True)[:NUM_SUSPECTS])
+    return _describe_samples(loader, ledger, sorted(found, reverse=True)[:NUM_HIGH_LOSS_SAMPLES])
 
 
-def _compute_mean_losses(rows: NDArray[np.float64], shared: int) -> list[float]:
+def _compute_mean_losses(rows: NDArray[np.float64], sp_size: int) -> list[float]:
     """In nats a token, of each sample of a global batch; one that is no number is the strangest of all.
 
     `rows` [W, 2 * samples of a rank] are sums and counts; ranks that share their samples are neighbors.
     """
-    of_readers = rows.reshape(-1, shared, rows.shape[1]).sum(axis=1)  # [R, 2 * samples]
+    of_readers = rows.reshape(-1, sp_size, rows.shape[1]).sum(axis=1)  # [R, 2 * samples]
     sums, counts = of_readers.reshape(-1, 2).T  # [samples], [samples]
     means = sums / counts.clip(min=1)
     return [float(mean) for mean in np.where(np.isnan(means), inf, means)]
 
 
 def _describe_samples(
-    feed: BatchLoader, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
+    loader: BatchLoader, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
 ) -> list[dict[str, Any]]:
     """Suspects with their text. What cannot be shown costs its text, and never the run."""
-    told: dict[tuple[int, int], dict[str, Any]] = {}
+    described: dict[tuple[int, int], dict[str, Any]] = {}
     for step in sorted({step for _, step, _ in suspects}):
-        ids, places = feed.sampler.ids(step - 1, ledger), [p for _, at, p in suspects if at == step]
+        ids, indices = loader.sampler.ids(step - 1, ledger), [p for _, at, p in suspects if at == step]
         listed = ids.to_list()
-        for place in places:
-            source, epoch, sample = listed[place]
-            told[step, place] = {
+        for index in indices:
+            source, epoch, sample = listed[index]
+            described[step, index] = {
                 "source": source,
                 "epoch": epoch,
                 "sample": sample,
@@ -359,10 +361,10 @@ def _describe_samples(
                 "text": "",
             }
         try:
-            for place, passage in zip(places, read_passages(ids, places, feed.sources), strict=True):
+            for index, passage in zip(indices, read_passages(ids, indices, loader.sources), strict=True):
                 shown = {"documents": list(passage.documents), "text": passage.text[:_MOST_CHARACTERS]}
-                told[step, place] |= shown
+                described[step, index] |= shown
         except Exception as error:  # a tokenizer may raise what it likes, and this is on one rank
-            for place in places:
-                told[step, place]["text"] = f"[cannot be shown: {type(error).__name__}: {error}]"
-    return [{"step": step, "loss": loss, **told[step, place]} for loss, step, place in suspects]
+            for index in indices:
+                described[step, index]["text"] = f"[cannot be shown: {type(error).__name__}: {error}]"
+    return [{"step": step, "loss": loss, **described[step, index]} for loss, step, index in suspects]

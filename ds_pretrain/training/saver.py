@@ -54,30 +54,30 @@ _POLL_SECONDS = 2.0  # how long other ranks wait in one collective
 class Uploads:
     """What one start ships, on every rank; a host's leader has a process for it. Opening is collective."""
 
-    def __init__(self, plan: Plan, places: StorageLayout, world: World) -> None:
-        self._plan, self._places, self._world = plan, places, world
+    def __init__(self, plan: Plan, storage: StorageLayout, world: World) -> None:
+        self._plan, self._storage, self._world = plan, storage, world
         self.is_on = plan.upload_to is not None
-        self._shipper: Uploader | None = None
-        leads = gather_objects(world, places.is_leader(world))
+        self._uploader: Uploader | None = None
+        leads = gather_objects(world, storage.is_leader(world))
         if plan.upload_to is not None and leads[world.rank]:
             host, keep = sum(leads[: world.rank]), plan.run.checkpoint.keep_last
-            self._shipper = Uploader(places.root, plan.upload_to, host, keep, plan.keep_every)
+            self._uploader = Uploader(storage.root, plan.upload_to, host, keep, plan.keep_every)
 
     def __enter__(self) -> Self:
-        if self._shipper is not None:
-            self._shipper.start()
+        if self._uploader is not None:
+            self._uploader.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shipper is not None:
-            self._shipper.close()
+        if self._uploader is not None:
+            self._uploader.close()
 
     def revive(self) -> None:
         """Make sure that something ships what was published on this host."""
-        if self._shipper is not None:
-            self._shipper.revive()
+        if self._uploader is not None:
+            self._uploader.revive()
 
     def finish(self, patience_seconds: float) -> None:
         """Wait until every checkpoint is shipped, or so long; then say what is not. Collective."""
@@ -86,10 +86,10 @@ class Uploads:
         deadline = monotonic() + patience_seconds
         while True:
             rest = min(_POLL_SECONDS, deadline - monotonic())
-            done = self._shipper is None or self._shipper.wait(max(0.0, rest)) or rest <= 0
+            done = self._uploader is None or self._uploader.wait(max(0.0, rest)) or rest <= 0
             if all(gather_objects(self._world, done)):
                 break
-        left = (platform.node(), self._places.root, self._shipper and self._shipper.list_not_uploaded())
+        left = (platform.node(), self._storage.root, self._uploader and self._uploader.list_not_uploaded())
         for node, root, steps in gather_objects(self._world, left):
             if steps:
                 listed = ", ".join(f"{step:,}" for step in steps[::-1])
@@ -109,27 +109,27 @@ class Saver:
         record: RunRecord,
         engine: Engine,
         monitor: Monitor,
-        places: StorageLayout,
-        shipping: Uploads,
+        storage: StorageLayout,
+        uploads: Uploads,
         restore_seconds: float,
         world: World,
     ) -> None:
         self._plan, self._record, self._engine, self._world = plan, record, engine, world
-        self._monitor, self._places = monitor, places
+        self._monitor, self._storage = monitor, storage
         self._clock = WallClock(plan.run.checkpoint.every)
         self._num_failed = 0  # in a row
         # Of the save under way, beside its own copies: for the save before it, and for its own end.
         self._waited_seconds = self._finished_seconds = 0.0
         self._saved_step: int | None = None  # of the newest checkpoint of this start
-        self._behind, expected_bytes = check_memory(engine, world, places.per_host)
-        self._saves = Saves(places, world, self._published, expected_bytes)
-        self._shipping = shipping
-        self._seen_shipped = {folder for folder in list_published(places.root) if is_uploaded(folder)}
+        self._behind, expected_bytes = check_memory(engine, world, storage.per_host)
+        self._saves = Saves(storage, world, self._published, expected_bytes)
+        self._uploads = uploads
+        self._seen_uploaded = {folder for folder in list_published(storage.root) if is_uploaded(folder)}
         self._restore_seconds = restore_seconds
         # When the newest published saves began, how long each stalled training, and took in all.
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=_MOST_MEASURED)
         self._warned = False  # of saves that stall training for too long
-        self._not_yet_calm = {f for f in list_published(places.root) if not (f / KNOWN_GOOD).exists()}
+        self._not_yet_known_good = {f for f in list_published(storage.root) if not (f / KNOWN_GOOD).exists()}
 
     @property
     def progress(self) -> int:
@@ -158,7 +158,7 @@ class Saver:
         began = perf_counter()
         self.finish()
         waited = perf_counter() - began
-        self._note_shipped()
+        self._note_uploads()
         texts = {
             "run.toml": self._plan.run_text,
             DEEPSPEED: self._plan.deepspeed_text,
@@ -195,11 +195,13 @@ class Saver:
     def note_health(self, state: RunState) -> None:
         """Mark as calm what enough healthy steps came after: only that may be gone back to."""
         patience = self._plan.run.watchdog.patience
-        if state.num_healthy_steps < patience or not self._not_yet_calm:
+        if state.num_healthy_steps < patience or not self._not_yet_known_good:
             return
-        calm = {f for f in self._not_yet_calm if (parse_step(f.name) or 0) + patience <= state.step}
-        self._not_yet_calm -= calm
-        for folder in calm if self._places.is_leader(self._world) else ():
+        known_good = {
+            f for f in self._not_yet_known_good if (parse_step(f.name) or 0) + patience <= state.step
+        }
+        self._not_yet_known_good -= known_good
+        for folder in known_good if self._storage.is_leader(self._world) else ():
             if is_marked_abandoned(folder, state.rollbacks):  # pinned, and of before a rollback
                 continue
             with contextlib.suppress(OSError):  # it was pruned, or set aside
@@ -207,7 +209,9 @@ class Saver:
 
     def on_rollback(self, state: RunState) -> None:
         """The run goes on from an older checkpoint: what was saved after it will never be calm."""
-        self._not_yet_calm = {f for f in self._not_yet_calm if (parse_step(f.name) or 0) <= state.step}
+        self._not_yet_known_good = {
+            f for f in self._not_yet_known_good if (parse_step(f.name) or 0) <= state.step
+        }
         self._saved_step = None
         self._clock.restart()
 
@@ -226,9 +230,9 @@ class Saver:
 
     def finish_uploads(self, patience_seconds: float) -> None:
         """Wait so long for what is not shipped yet; then delete here what need not stay. Collective."""
-        self._shipping.finish(patience_seconds)
-        self._note_shipped()
-        if self._places.is_leader(self._world) and self._shipping.is_on:
+        self._uploads.finish(patience_seconds)
+        self._note_uploads()
+        if self._storage.is_leader(self._world) and self._uploads.is_on:
             self._prune()
 
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
@@ -250,7 +254,7 @@ class Saver:
         outcome = replace(outcome, stall_seconds=stall_seconds, total_seconds=total_seconds)
         if outcome.problem is None:
             self._num_failed, self._saved_step = 0, outcome.step
-            self._not_yet_calm.add(self._places.root / step_name(outcome.step))
+            self._not_yet_known_good.add(self._storage.root / step_name(outcome.step))
             self._monitor.event(
                 "checkpoint",
                 step=outcome.step,
@@ -295,19 +299,19 @@ class Saver:
             costs = Costs(stall, complete, self._restore_seconds, section.mtbf.seconds)
             yield from format_interval_advice(costs, median(intervals))
 
-    def _note_shipped(self) -> None:
+    def _note_uploads(self) -> None:
         """Record what has been shipped from rank 0's host since the last look."""
-        if not self._world.is_main or not self._shipping.is_on:
+        if not self._world.is_main or not self._uploads.is_on:
             return
-        shipped = {
-            f for f in list_published(self._places.root) if f not in self._seen_shipped and is_uploaded(f)
+        uploaded = {
+            f for f in list_published(self._storage.root) if f not in self._seen_uploaded and is_uploaded(f)
         }
-        for folder in sorted(shipped):
+        for folder in sorted(uploaded):
             with contextlib.suppress(OSError, ValueError, KeyError):  # it was pruned meanwhile
                 mark = json.loads((folder / UPLOADED).read_text())
                 told = {"checkpoint": folder.name, "bytes": mark["bytes"], "seconds": mark["seconds"]}
                 self._monitor.event("upload", **told)
-        self._seen_shipped |= shipped
+        self._seen_uploaded |= uploaded
 
     def _published(self, step: int) -> None:
         """On a leader's thread, after a checkpoint is complete."""
@@ -319,18 +323,18 @@ class Saver:
                     f"the checkpoint of step {step:,} could not be noted in {self._plan.out}: {error}"
                 )
             shutil.rmtree(self._plan.out / ASSEMBLED, ignore_errors=True)  # it was loaded long ago
-        self._shipping.revive()
+        self._uploads.revive()
         self._prune()
 
     def _prune(self) -> None:
         """Delete what need not stay in this host's folder. On its leader."""
         section = self._plan.run.checkpoint
         prune(
-            self._places.root,
+            self._storage.root,
             keep=section.keep_last,
             keep_every=self._plan.keep_every,
-            only_shipped=self._shipping.is_on,
-            num_calm=1 + len(self._plan.run.watchdog.policy),
+            only_uploaded=self._uploads.is_on,
+            num_known_good=1 + len(self._plan.run.watchdog.policy),
         )
 
     def _manifest(self, state: RunState) -> Manifest:

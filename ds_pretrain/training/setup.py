@@ -62,13 +62,15 @@ def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[StorageLa
     """
     run_on_main(world, lambda: hold_run_directory(lock, plan.out, f"{plan.run_path}: out"))
     require_shared_folder(plan.out, world)
-    places = open_places(plan, world)
-    cure = run_on_main(world, lambda: read_rollback_log(plan.out))
-    if cure.unreported is not None:
+    storage = open_storage(plan, world)
+    rollback_log = run_on_main(world, lambda: read_rollback_log(plan.out))
+    if rollback_log.unreported is not None:
         raise mark_agreed(
-            NeedsOperator(f"{cure.unreported}\n(the run died before it could end with this; it does now)")
+            NeedsOperator(
+                f"{rollback_log.unreported}\n(the run died before it could end with this; it does now)"
+            )
         )
-    return places, cure
+    return storage, rollback_log
 
 
 def require_shared_folder(folder: Path, world: World, patience_seconds: float = 10.0) -> None:
@@ -92,39 +94,39 @@ def require_shared_folder(folder: Path, world: World, patience_seconds: float = 
         )
 
 
-def open_places(plan: Plan, world: World) -> StorageLayout:
+def open_storage(plan: Plan, world: World) -> StorageLayout:
     """Where this run's checkpoints are, proved to be there and to be what the run file says. Collective.
 
     Raises:
         InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
     """
     per_host = plan.run.checkpoint.local_dir is not None
-    places = StorageLayout(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
+    storage = StorageLayout(plan.checkpoints, plan.out, per_host, None, plan.run.checkpoint.verify)
     if per_host:
-        _require_own_folders(places, world)
+        _require_own_folders(storage, world)
     if plan.upload_to is None:
-        return places
-    place = plan.upload_to
-    run_on_main(world, lambda: _prove_place(plan, open_remote(place)))
-    run_on_each_rank(world, lambda: reopen_remote(place).location)
-    return replace(places, remote=reopen_remote(place))
+        return storage
+    location = plan.upload_to
+    run_on_main(world, lambda: _prove_location(plan, open_remote(location)))
+    run_on_each_rank(world, lambda: reopen_remote(location).location)
+    return replace(storage, remote=reopen_remote(location))
 
 
-def _prove_place(plan: Plan, remote: Remote) -> None:
+def _prove_location(plan: Plan, remote: Remote) -> None:
     record = read_record(plan.out)
     _refuse_other_run(remote, plan.run.name, None if record is None else record.wandb_id)
 
 
-def label_remote(places: StorageLayout, record: RunRecord) -> None:
+def label_remote(storage: StorageLayout, record: RunRecord) -> None:
     """Say at the remote place whose checkpoints lie there. On rank 0.
 
     Raises:
         InputError: they are another run's.
     """
-    if places.remote is not None:
-        _refuse_other_run(places.remote, record.name, record.wandb_id)
-        if places.remote.read_label() is None:
-            places.remote.write_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
+    if storage.remote is not None:
+        _refuse_other_run(storage.remote, record.name, record.wandb_id)
+        if storage.remote.read_label() is None:
+            storage.remote.write_label(json.dumps({"name": record.name, "run": record.wandb_id}).encode())
 
 
 def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
@@ -152,26 +154,26 @@ def _read_newest_owner(remote: Remote) -> dict[str, Any]:
     return {}
 
 
-def _require_own_folders(places: StorageLayout, world: World) -> None:
+def _require_own_folders(storage: StorageLayout, world: World) -> None:
     """Make sure that no two hosts save to one folder, where each has to have its own. Collective."""
     word = f".host_{world.rank:05d}"
     problem, mine = None, uuid.uuid4().hex
-    if places.is_leader(world):
+    if storage.is_leader(world):
         try:
-            ensure_writable_folder(places.root, "checkpoint.local_dir")
-            write_atomic(places.root / word, mine)
+            ensure_writable_folder(storage.root, "checkpoint.local_dir")
+            write_atomic(storage.root / word, mine)
         except (InputError, OSError) as error:
             problem = str(error)
-    told = gather_objects(world, (platform.node(), word if places.is_leader(world) else None, mine, problem))
+    told = gather_objects(world, (platform.node(), word if storage.is_leader(world) else None, mine, problem))
     problems = [p for _, _, _, p in told if p is not None]
     seen = [
         node
         for node, other, token, _ in told
-        if other not in (None, word) and _can_read(places.root / other, token)
+        if other not in (None, word) and _can_read(storage.root / other, token)
     ]
-    for sees in gather_objects(world, (platform.node(), seen) if places.is_leader(world) else ("", [])):
+    for sees in gather_objects(world, (platform.node(), seen) if storage.is_leader(world) else ("", [])):
         problems += [
-            f"checkpoint.local_dir = {places.root.parent} is one folder on {sees[0]} and on {node}; name "
+            f"checkpoint.local_dir = {storage.root.parent} is one folder on {sees[0]} and on {node}; name "
             f"one of "
             "each host's own, or leave it out if all hosts share it"
             for node in sees[1]
@@ -187,9 +189,9 @@ def _can_read(path: Path, expected: str) -> bool:
         return False
 
 
-def open_run_engine(plan: Plan, world: World, base: Pretrained | None = None) -> Engine:
+def open_run_engine(plan: Plan, world: World, pretrained: Pretrained | None = None) -> Engine:
     """Build the model, with the weights of `base`, and hand it to DeepSpeed. Collective."""
-    assert (base is None) == (plan.run.model.pretrained is None)
+    assert (pretrained is None) == (plan.run.model.pretrained is None)
     config = plan.resolved_deepspeed
     seed_streams(plan.run.seed, world.rank)
     model = build_model(
@@ -202,7 +204,7 @@ def open_run_engine(plan: Plan, world: World, base: Pretrained | None = None) ->
         partition=open_partitioning(config),
         gather=gather(config),
         attention=plan.run.model.attention,
-        base=base,
+        pretrained=pretrained,
     )
     groups = build_parameter_groups(model.module, decay_embeddings=plan.run.model.decay_embeddings)
     masked = plan.run.model.mask_documents
@@ -216,7 +218,7 @@ def open_run_engine(plan: Plan, world: World, base: Pretrained | None = None) ->
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
-        say(sys.stdout, f"weights    {_format_weights(base, model.weights)}")
+        say(sys.stdout, f"weights    {_format_weights(pretrained, model.weights)}")
     if masked:
         with preserve_streams(), engine.evaluation_mode():
             refuse_leaks(
@@ -230,9 +232,9 @@ def open_run_engine(plan: Plan, world: World, base: Pretrained | None = None) ->
     return engine
 
 
-def _format_weights(base: Pretrained | None, weights: Sequence[KindReport]) -> str:
-    if base is not None:
-        return f"{len(weights)} kinds loaded from {base.folder} (fingerprint {base.fingerprint})"
+def _format_weights(pretrained: Pretrained | None, weights: Sequence[KindReport]) -> str:
+    if pretrained is not None:
+        return f"{len(weights)} kinds loaded from {pretrained.folder} (fingerprint {pretrained.fingerprint})"
     drawn = [kind for kind in weights if kind.asked_std > 0]
     off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
     return f"{len(drawn)} kinds drawn, each std within {off:.1%} of what was asked"

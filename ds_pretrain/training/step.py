@@ -57,12 +57,12 @@ def take_step(
     """
     scale = world.size / max(1, batch.num_valid_tokens)
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
-    for place, micro in enumerate(batch.micro_batches):
+    for index, micro in enumerate(batch.micro_batches):
         there = micro.to(engine.device)
         logits = engine.logits(there.input_ids, there.documents)  # [B, T, V]
         nll, z = cross_entropy_and_z(logits, engine.local_shard(there.labels), z_loss)
         engine.backward((nll + z) * scale)
-        first = nll.detach() if place == 0 else torch.zeros_like(nll)
+        first = nll.detach() if index == 0 else torch.zeros_like(nll)
         sums += torch.stack([nll.detach(), z.detach(), first])
     return sums, engine.step(rate, norm_limit)
 
@@ -137,9 +137,9 @@ def measure(
 _OF_OWN_TOKENS = [0, 1, 9]
 
 
-def group_by_data_parallel_rank(rows: NDArray[np.float64], shared: int) -> NDArray[np.float64]:
+def group_by_data_parallel_rank(rows: NDArray[np.float64], sp_size: int) -> NDArray[np.float64]:
     """[W, K] rows of ranks to [W / shared, K] of groups that read the same: they are compared, not spans."""
-    groups = rows.reshape(-1, shared, rows.shape[1])
+    groups = rows.reshape(-1, sp_size, rows.shape[1])
     read = groups[:, 0].copy()
     read[:, _OF_OWN_TOKENS] = groups[:, :, _OF_OWN_TOKENS].sum(axis=1)
     return read

@@ -19,7 +19,7 @@ LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
 DRIFT_SPREADS = 1.5  # a drift is at least that many spreads, whatever `drift` allows
 HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
-CALM_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
+RECOVERY_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
 MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
 GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
 NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
@@ -162,7 +162,7 @@ def _judge_recovery(
 ) -> Judged:
     """One usual loss in a spike may be luck; two in a row end it."""
     memory = replace(memory, loss=accept(memory.loss, record.loss, settings.window))
-    if spike.num_normal + 1 < CALM_STEPS:
+    if spike.num_normal + 1 < RECOVERY_STEPS:
         return replace(memory, spike=replace(spike, num_normal=spike.num_normal + 1)), OK
     memory = replace(memory, spike=None)
     if spike.num_steps == 1:

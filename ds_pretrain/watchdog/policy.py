@@ -33,7 +33,7 @@ def respond(
     history: Sequence[Rollback],
     verdict: Verdict,
     step: int,
-    calm_steps: Sequence[int],
+    recovery_steps: Sequence[int],
 ) -> Response:
     """The next rung for a verdict to roll back at `step`.
 
@@ -44,7 +44,7 @@ def respond(
     assert verdict.onset is not None
     onset = verdict.onset
     history = select_since_stop(history)
-    older = [calm for calm in calm_steps if calm < onset]
+    older = [known_good for known_good in recovery_steps if known_good < onset]
     newest = max(older, default=None)
     since = find_step_before(timeline, step, section.rollback_window)
     recent = [rollback for rollback in history if rollback.step > since]
@@ -55,12 +55,12 @@ def respond(
             f"is allowed"
         )
         return Response("stop", newest, words)
-    here = [rollback for rollback in history if is_same_place(section, timeline, rollback, onset)]
+    here = [rollback for rollback in history if is_same_onset(section, timeline, rollback, onset)]
     if len(here) >= len(section.policy):
         tried = ", then ".join(rollback.response for rollback in here)
         reason = f"it came back at the same place after {tried}" if here else "watchdog.policy is empty"
         return Response("stop", newest, reason)
-    before = [calm for calm in older if all(calm < rollback.to_step for rollback in here)]
+    before = [known_good for known_good in older if all(known_good < rollback.to_step for rollback in here)]
     if not older:
         return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
     to_step = max(before) if before else min(older)
@@ -76,7 +76,7 @@ def select_since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
     return history[stops[-1] + 1 :] if stops else history
 
 
-def is_same_place(section: WatchdogSection, timeline: Timeline, rollback: Rollback, onset: int) -> bool:
+def is_same_onset(section: WatchdogSection, timeline: Timeline, rollback: Rollback, onset: int) -> bool:
     """True if trouble that began at `onset` is that of the rollback again."""
     place = rollback.onset - 1
     return (

@@ -110,7 +110,7 @@ def conclude(replay: Replay, came_back: bool) -> Comparison:
             "unknown",
             f"step {difference.step:,} read other data than the first time: has a source changed?",
         )
-    where = _describe_place(replay, difference)
+    where = _describe_location(replay, difference)
     if came_back:
         return Comparison(
             "data_or_state",
@@ -131,7 +131,7 @@ def find_suspect_hosts(replay: Replay) -> Sequence[str]:
     return list(dict.fromkeys(replay.hosts[rank].rpartition(":")[0] for rank in ranks))
 
 
-def _describe_place(replay: Replay, difference: Difference) -> str:
+def _describe_location(replay: Replay, difference: Difference) -> str:
     if difference.what == "loss" and difference.ranks is None:
         return (
             f"another loss; each rank's is not on record there, so one of "
@@ -194,14 +194,14 @@ def _read_seen(
     num_ranks: Mapping[int, tuple[int, int]],
     rank_losses: Sequence[float] | None,
 ) -> ReplayedStep:
-    ranks, shared = num_ranks.get(record["attempt"], (None, 1))
+    ranks, sp_size = num_ranks.get(record["attempt"], (None, 1))
     return ReplayedStep(
         loss=record["loss"],
         grad_norm=record["grad_norm"],
         checksum=record["batch_checksum"],
         num_ranks=ranks,
         rank_losses=None if rank_losses is None else tuple(rank_losses),
-        sequence_parallel_size=shared,
+        sequence_parallel_size=sp_size,
     )
 
 

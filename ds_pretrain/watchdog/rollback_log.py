@@ -59,19 +59,19 @@ def read_rollback_log(out: Path) -> RollbackLog:
         ) from error
 
 
-def write_rollback_log(out: Path, state: RunState, untold: str | None = None) -> None:
+def write_rollback_log(out: Path, state: RunState, unreported: str | None = None) -> None:
     """Make a rollback or a stop count, all or nothing: `state` is the one that the run goes on from.
 
     With `untold`, the diagnosis of a stop, the next start ends with it at once unless `mark_reported` came first.
     """
-    cure = RollbackLog(state.rollbacks, state.ledger.skips, untold)
+    rollback_log = RollbackLog(state.rollbacks, state.ledger.skips, unreported)
     write_point("cure")
-    write_atomic(out / ROLLBACKS, json.dumps(asdict(cure), indent=1) + "\n")
+    write_atomic(out / ROLLBACKS, json.dumps(asdict(rollback_log), indent=1) + "\n")
     write_point("cured")
 
 
 def mark_reported(out: Path) -> None:
     """A person has been asked for, by the exit code: the next start goes on."""
-    cure = read_rollback_log(out)
-    if cure.unreported is not None:
-        write_rollback_log(out, RunState(ledger=cure.ledger, rollbacks=cure.rollbacks))
+    rollback_log = read_rollback_log(out)
+    if rollback_log.unreported is not None:
+        write_rollback_log(out, RunState(ledger=rollback_log.ledger, rollbacks=rollback_log.rollbacks))

@@ -486,7 +486,7 @@ def test_the_watchdog_has_as_many_calm_checkpoints_as_it_may_go_back_to(tmp_path
         _save(tmp_path, step, world)
         if step < 8:
             (tmp_path / step_name(step) / KNOWN_GOOD).touch()
-    prune(tmp_path, keep=1, keep_every=None, num_calm=2)
+    prune(tmp_path, keep=1, keep_every=None, num_known_good=2)
     assert _names(tmp_path) == ["latest", *map(step_name, (4, 6, 10))]
 
 
@@ -565,8 +565,8 @@ def test_a_pinned_calm_checkpoint_of_a_branch_that_was_left_is_not_gone_back_to(
         _save(tmp_path, step, World())
         (tmp_path / step_name(step) / KNOWN_GOOD).touch()
     back = Rollback(2, 7, 5, "lasting_spike", "replay", 1)
-    assert list_saved_steps(tmp_path, (), calm=True) == [6, 4, 2]
-    assert list_saved_steps(tmp_path, (back,), calm=True) == [2]
+    assert list_saved_steps(tmp_path, (), known_good=True) == [6, 4, 2]
+    assert list_saved_steps(tmp_path, (back,), known_good=True) == [2]
     (tmp_path / step_name(4) / KNOWN_GOOD).unlink()
-    assert list_saved_steps(tmp_path, (), calm=True) == [6, 2]
-    assert list_saved_steps(tmp_path, (), calm=False) == [6, 4, 2]
+    assert list_saved_steps(tmp_path, (), known_good=True) == [6, 2]
+    assert list_saved_steps(tmp_path, (), known_good=False) == [6, 4, 2]

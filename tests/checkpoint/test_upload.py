@@ -433,14 +433,14 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
     for step in (10, 20, 30, 40):
         _publish(root, step)
     upload_step(root / step_name(10), remote, 0)
-    assert kept(only_shipped=True) == [40, 30, 20]
+    assert kept(only_uploaded=True) == [40, 30, 20]
     upload_step(root / step_name(20), remote, 0)
     _publish(root, 20, salt="again")  # its mark is now of another save
-    assert kept(only_shipped=True) == [40, 30, 20]
+    assert kept(only_uploaded=True) == [40, 30, 20]
     assert told == []
     for step in (50, 60):  # the place does not answer: it must not fill the disk
         _publish(root, step)
-    assert kept(only_shipped=True) == [60, 50, 40, 30]
+    assert kept(only_uploaded=True) == [60, 50, 40, 30]
     assert told == [
         "the checkpoint of step 20 is deleted and was never shipped: 4 newer ones are here; mend the place, "
         "or save less often or raise checkpoint.keep_last if it is too slow"

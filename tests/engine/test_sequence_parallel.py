@@ -18,7 +18,7 @@ from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.engine.sequence_parallel import SequenceParallel
 from ds_pretrain.training import setup as opening
 from ds_pretrain.training.preflight import prepare_inputs
-from ds_pretrain.training.rollback import find_suspects
+from ds_pretrain.training.rollback import find_high_loss_samples
 from ds_pretrain.training.setup import open_loader, open_run_engine
 from tests.engine.small import (
     NO_DROPOUT,
@@ -157,7 +157,7 @@ def _suspects(world: World, run_file: str) -> Any:
     inputs = prepare_inputs(plan, world)
     engine = open_run_engine(plan, world)
     with open_loader(plan, inputs.sources, world) as feed:
-        found = find_suspects(engine, feed, lambda step: None, [1, 2], SkipLedger(), world)
+        found = find_high_loss_samples(engine, feed, lambda step: None, [1, 2], SkipLedger(), world)
     is_imported = "deepspeed.runtime.sequence_parallel.ulysses_sp" in sys.modules
     return found, gather_objects(world, is_imported)
 

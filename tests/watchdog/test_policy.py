@@ -14,7 +14,7 @@ from ds_pretrain.watchdog.policy import (
     Response,
     apply_rollback,
     build_skip,
-    is_same_place,
+    is_same_onset,
     respond,
 )
 from ds_pretrain.watchdog.rollback_log import RollbackLog, read_rollback_log, write_rollback_log
@@ -174,7 +174,7 @@ def test_a_skip_in_tokens_counts_the_batches_around_the_onset_and_not_those_of_t
     assert steps(201) == ((100 * 8) + 99 * 64, (100 * 8) + 101 * 64)
     assert steps(101) == ((100 - 8) * 8, (100 * 8) + 64)
     here = replace(FIRST, onset=201)
-    assert [is_same_place(section, timeline, here, onset) for onset in (205, 206)] == [
+    assert [is_same_onset(section, timeline, here, onset) for onset in (205, 206)] == [
         True,
         False,
     ]  # 3 of patience, 1
@@ -193,5 +193,5 @@ def test_a_place_is_as_large_at_the_end_of_a_run_and_behind_the_end_of_one_that_
     section = SECTION.model_copy(update={"patience": 0, "skip_after": parse_duration(skip_after)})
     for onset in (1000, 1995, 2000, 2500):
         here = replace(FIRST, onset=onset)
-        near = [is_same_place(section, TIMELINE, here, onset - back) for back in (45, 180, 181)]
+        near = [is_same_onset(section, TIMELINE, here, onset - back) for back in (45, 180, 181)]
         assert near == [True, True, False]
