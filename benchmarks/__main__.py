@@ -53,7 +53,7 @@ def result_in(line: str) -> list[dict[str, Any]]:
 
 
 def verdicts(name: str, results: Sequence[dict[str, Any]], code: int) -> list[tuple[bool, str]]:
-    """Whether each result holds, with a line that says so."""
+    """Return whether each result holds, with a line that says so."""
     lines = []
     for result in results:
         bar = f"{result['better'].replace('_', ' ')} {result['bar']:g}"

@@ -46,7 +46,7 @@ SAME_LOSS = 1e-6
 
 @dataclass
 class Tally:
-    """What happened so far."""
+    """The counts so far."""
 
     seed: int
     steps: int = 40  # of each run
@@ -164,7 +164,7 @@ def torture_all(folder: Path, kills: int, tally: Tally, tell: Callable[[str], No
 
 
 def start_ranks_silently() -> None:
-    """What ranks print goes nowhere: they inherit it from the process that forks them."""
+    """Send the ranks' output nowhere: they inherit it from the process that forks them."""
     shown = [os.dup(number) for number in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def report(tally: Tally) -> None:
-    """What was killed where, what it cost, and the end of the process."""
+    """Print what was killed where and what it cost; return the exit code."""
     print(f"{tally.kills} kills, {tally.starts} starts; killed at:")
     for point, count in sorted(tally.where.items()):
         print(f"  {count:4d}  {point}")

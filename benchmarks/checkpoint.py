@@ -1,4 +1,4 @@
-"""What a save and a restore of ours cost, against DeepSpeed's: one engine, one disk, in turn.
+"""The cost of our save and restore against DeepSpeed's: one engine, one disk, in turn.
 
     python benchmarks/checkpoint.py [--ranks 2] [--rounds 7]
 
@@ -165,7 +165,7 @@ class Rank:
         self.times.saves.append(self.timed(save))
 
     def restore(self) -> None:
-        """What a start does: find, verify, load."""
+        """Restore as a start does: find, verify, load."""
         found = store.find(StorageLayout(self.root, self.root), self.world)
         assert found is not None
         store.restore(found, self.engine, 0, self.world)

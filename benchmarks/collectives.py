@@ -21,7 +21,7 @@ NAMES = [
 
 @contextmanager
 def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """While open, how often each (package, collective) was asked for on this rank.
+    """Inside it, count the calls of each (package, collective) on this rank.
 
     One that another is made of, inside torch, is not counted beside it.
     """

@@ -47,7 +47,7 @@ PHASES = Sampler(
 
 
 def batch_at(draw: int) -> None:
-    """What one step asks: the source, the epoch and the sample of each draw of a batch."""
+    """Return the source, epoch and sample of each draw of a batch, as one step asks for them."""
     source, number = MIXTURE.locate(np.arange(draw, draw + BATCH))
     for index, name in enumerate(MIXTURE.names):
         locate_samples(number[source == index], NUM_SAMPLES, KEYS[name])

@@ -164,7 +164,7 @@ def compare_memory(folder: Path) -> list[bool]:
 
 
 def peak_bytes(run_file: Path, variant: str) -> int:
-    """What a step at LONG needs beyond what lies in memory before it, in this process."""
+    """Return the bytes that a step at LONG needs beyond those in use before it, in this process."""
     world = World()
     initialize_distributed(world)
     engine = open_run_engine(load_plan(run_file), world)
@@ -177,7 +177,7 @@ def peak_bytes(run_file: Path, variant: str) -> int:
 
 
 def torchs_loss(logits: Tensor, labels: Tensor, z_loss: object) -> tuple[Tensor, Tensor]:
-    """What a trainer without a loss of its own computes."""
+    """Compute the loss as a trainer without its own loss does."""
     flat = logits.float().flatten(0, 1)  # [B * T, V]
     nll = functional.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return nll, nll.new_zeros(())

@@ -75,7 +75,7 @@ def train(name: str, overrides: Sequence[str]) -> float:
 
 
 def judge_row(gpt2: float, llama: float) -> list[bool]:
-    """Whether both bars are met."""
+    """Return whether both bars are met."""
     return [
         judge("nanoGPT row: validation loss with a GPT-2 config", gpt2, BAR, "at_most"),
         judge("nanoGPT row: validation loss with a Llama config / GPT-2's", llama / gpt2, 0.9999, "at_most"),

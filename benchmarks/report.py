@@ -1,4 +1,4 @@
-"""What every benchmark does: run two things in turn, print medians and ranges, say whether the bar holds."""
+"""Shared by all benchmarks: run two things in turn, print medians and ranges, judge the bar."""
 
 import json
 import statistics
@@ -30,7 +30,7 @@ def spread(values: Sequence[float], unit: str = "", scale: float = 1.0) -> str:
 
 
 def judge(name: str, figure: float, bar: float, better: Literal["at_least", "at_most"]) -> bool:
-    """Whether `figure` meets `bar`; prints the verdict as one JSON line."""
+    """Return whether `figure` meets `bar`; print the verdict as one JSON line."""
     holds = figure >= bar if better == "at_least" else figure <= bar
     line = {"name": name, "figure": round(figure, 4), "bar": bar, "better": better, "holds": holds}
     print(json.dumps(line), flush=True)

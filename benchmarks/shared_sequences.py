@@ -102,7 +102,7 @@ def compare_memory(folder: Path) -> bool:
 
 
 def on_two_ranks(folder: Path, run_file: Path, what: str, shared: int, stage: int) -> list[float]:
-    """What is measured where `shared` of two ranks share each sequence."""
+    """Measure with two ranks, `shared` of which share each sequence."""
     config = json.loads((ROOT / "ds_configs/cpu.json").read_text()) | {"sequence_parallel_size": shared}
     config["optimizer"]["params"] |= {"eps": 1e-2}
     config["zero_optimization"] |= {"stage": stage, "overlap_comm": stage == 3}
@@ -124,7 +124,7 @@ def measure(plan: Plan, what: str, run_file: Path) -> None:
 
 
 def peak_bytes(plan: Plan, world: World) -> int:
-    """What a step at LONG needs beyond what lies in memory before it, on this rank."""
+    """Return the bytes that a step at LONG needs beyond those in use before it, on this rank."""
     engine = open_run_engine(plan, world)
     take_step(engine, noise_batch(SHORT), 1e-3, None, world)
     before = reset_peak(engine)
@@ -133,7 +133,7 @@ def peak_bytes(plan: Plan, world: World) -> int:
 
 
 def errors(plan: Plan, world: World) -> list[float]:
-    """Of losses, norms and weights, against torch in this process. Collective."""
+    """Return the errors of losses, norms and weights against torch in this process. Collective."""
     engine = open_run_engine(plan, world)
     losses, norms, weights = in_torch(plan)
     found = np.zeros(3)

@@ -117,7 +117,7 @@ class InTurn:
 
 
 def bare_step(deepspeed: Any, micro_batches: tuple[MicroBatch, ...]) -> None:
-    """What a loop written straight on DeepSpeed does, and no more. The rate stays as it is."""
+    """Take a step as a loop written straight on DeepSpeed does. The learning rate stays as it is."""
     for micro in micro_batches:
         logits = deepspeed(input_ids=micro.input_ids, use_cache=False).logits  # [B, T, V]
         loss = cross_entropy(logits.float().view(-1, logits.shape[-1]), micro.labels.view(-1))

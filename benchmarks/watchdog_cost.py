@@ -1,4 +1,4 @@
-"""What the watchdog adds to a step of the trainer's loop: seconds, and collectives.
+"""The watchdog's cost per step of the trainer's loop: seconds and collectives.
 
     python benchmarks/watchdog_cost.py [--ranks 2] [--steps 200]
 

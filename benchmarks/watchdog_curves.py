@@ -48,7 +48,7 @@ MOST_NATS = 10.0  # a blow-up rises no further
 
 @dataclass(frozen=True)
 class Place:
-    """Where faults are grafted: the points from there on, and the memory just before them."""
+    """A point at which faults are grafted: the points after it, and the memory just before."""
 
     points: tuple[Point, ...]
     memory: WatchdogState
@@ -70,7 +70,7 @@ class Graft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was said of a graft."""
+    """The verdict on a graft."""
 
     right: bool
     kind: str
@@ -148,7 +148,7 @@ def jump(place: Place) -> Graft:
 
 
 def blow_up(place: Place) -> Graft:
-    """From one spread on, doubling every one to two steps."""
+    """Raise the loss by one sigma, doubling every one to two steps."""
     steps = place.random.uniform(1, 2)
     rise = [place.spread * 2 ** min(t / steps, 60) for t in range(len(place.points))]
     passes = next(t for t, nats in enumerate(rise) if nats > DEFAULTS.loss_sigmas * place.spread)
@@ -233,7 +233,7 @@ def phase_change(place: Place) -> Graft:
 
 
 def untouched(place: Place) -> Graft:
-    """Nothing at all."""
+    """Change nothing."""
     return Graft(place.points, None)
 
 

@@ -129,7 +129,7 @@ def _finish_uploads(plan: Plan, uploads: Uploads, world: World) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the loop works with."""
+    """The parts that the loop works with."""
 
     plan: Plan
     engine: Engine
@@ -144,7 +144,7 @@ class _Run:
     world: World
 
     def signals(self) -> RankSignals:
-        """What this rank is asked for now."""
+        """The requests that this rank has now."""
         save = self.stop.is_save_asked() or self.saver.is_due_by_clock()
         return RankSignals(self.stop.is_asked(), save, self.saver.progress)
 

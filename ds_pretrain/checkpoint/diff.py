@@ -1,4 +1,4 @@
-"""Two checkpoints compared bit by bit, whatever ranks, ZeRO stages and formats they are of.
+"""Compares two checkpoints bit by bit, whatever their world sizes, ZeRO stages and formats.
 
 Nothing large is read on opening; each tensor is read, or put together from shards, when it is asked for: one
 parameter of each checkpoint is in memory at a time.
@@ -75,7 +75,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Differences:
-    """What differs between two checkpoints, and how much was compared."""
+    """The differences between two checkpoints, and how much was compared."""
 
     titles: tuple[str, str]
     tensors: tuple[TensorDifference, ...]  # the furthest apart first

@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses least between saving too often and repeating too much. Pure.
+"""The checkpoint interval that costs the least: saves against repeated work (Young, Daly). Pure.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974,
 https://doi.org/10.1145/361147.361115; J. T. Daly, "A higher order estimate of the optimum checkpoint interval
@@ -15,7 +15,7 @@ from math import sqrt
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves and failures cost, in seconds: medians of what was measured."""
+    """Costs of saves and failures in seconds: medians of measured values."""
 
     stall: float  # that training stands still for a save
     complete: float  # from the begin of a save until its checkpoint is complete
@@ -64,7 +64,7 @@ def format_interval_advice(costs: Costs, interval: float | None) -> Iterator[str
 
 
 def check_stall(stall_seconds: float, interval_seconds: float, share: float) -> str | None:
-    """What to tell if training stands still for saves longer than `share` of the time between them."""
+    """Return a warning if saves block training for more than `share` of the save interval."""
     if interval_seconds > 0 and stall_seconds <= share * interval_seconds:
         return None
     taken = f"{stall_seconds / interval_seconds:.1%}" if interval_seconds > 0 else "all"
@@ -78,7 +78,7 @@ def check_stall(stall_seconds: float, interval_seconds: float, share: float) -> 
 
 
 def format_seconds(seconds: float) -> str:
-    """Two digits in the unit that fits: "0.42 s", "14 min", "2.5 h"."""
+    """Format seconds with two digits in the unit that fits: "0.42 s", "14 min", "2.5 h"."""
     size, unit = next(((n, u) for n, u in ((1, "s"), (60, "min")) if seconds / n < 99.5), (3600, "h"))
     number = seconds / size
     return f"{number:,.0f} {unit}" if number >= 9.95 else f"{number:.2g} {unit}"

@@ -1,4 +1,4 @@
-"""What checkpoints a run has, for people: listed and verified."""
+"""Lists and verifies the checkpoints of a run, for operators."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def list_remote_entries(remote: Remote) -> Iterator[Entry]:
 
 
 def find_remote_problem(remote: Remote, step: int) -> str | None:
-    """Why a checkpoint at another place is broken, or None: every file is read to its end."""
+    """Return why a remote checkpoint is broken, or None. Reads every file to its end."""
     seen = _look_there(remote, step)
     if seen.manifest is None:
         return seen.reason
@@ -118,7 +118,7 @@ def choose_folder(root: Path, step: int) -> Path:
 
 
 def verify_folder(folder: Path) -> str | None:
-    """Why a checkpoint is broken, or None: every size and every checksum, read by this process alone.
+    """Return why a checkpoint is broken, or None. This process alone checks every size and checksum.
 
     An intact one gets a mark that says when; a broken one loses it.
 

@@ -40,7 +40,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. Written last: a folder is a checkpoint if and only if this verifies."""
+    """The content of a checkpoint. Written last: a folder is a checkpoint if and only if this verifies."""
 
     step: int
     tokens: int
@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UniversalManifest:
-    """What a universal checkpoint holds. Written last."""
+    """The content of a universal checkpoint. Written last."""
 
     step: int
     optimizer_steps: int  # applied updates, as the optimizer counts
@@ -163,12 +163,12 @@ def parse_step(name: str) -> int | None:
 
 
 def universal_folder(folder: Path) -> Path:
-    """Where the universal form of a checkpoint folder lies."""
+    """The folder of the universal form of a checkpoint folder."""
     return folder.with_name(folder.name + _UNIVERSAL)
 
 
 def unfinished_universal_folder(folder: Path) -> Path:
-    """Where it is while it is made."""
+    """The folder in which a universal form is built."""
     return folder.with_name(folder.name + _WORKSPACE)
 
 

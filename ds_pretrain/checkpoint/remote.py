@@ -1,4 +1,4 @@
-"""Where checkpoints are copied to: a folder, or an object store through fsspec, which only this module knows.
+"""The remote that checkpoints are uploaded to: a folder, or an object store through fsspec.
 
 A checkpoint there has the names that it has here, under `place/step_NNNNNNNNN/`, and is one if and only if
 its `manifest.json` is there. Nothing is believed that was not read back: what a store says of a file is not
@@ -48,11 +48,11 @@ class Remote:
         ]
 
     def list_names(self, step: int) -> list[str]:
-        """What lies directly in the folder of a step."""
+        """List the names directly in the folder of a step."""
         return self._names(self._path(step))
 
     def list_unfinished(self, step: int) -> list[str]:
-        """What killed uploads left in the folder of a step, and running ones are about to rename."""
+        """List the temporary files of a step: left by killed uploads, or about to be renamed."""
         if not self._is_local:
             return []  # an object is there once it is whole
         folder = Path(self._path(step))
@@ -83,7 +83,7 @@ class Remote:
             self._replace(self._in_folder(step, name), content)
 
     def read_label(self) -> bytes | None:
-        """Whose checkpoints lie here; None if nobody has said: a killed writer may have left it empty."""
+        """Read the label, which names the run whose checkpoints lie here; None without a label."""
         with self._said(f"read {_LABEL}"):
             try:
                 return bytes(self._fs.cat_file(f"{self._root}/{_LABEL}")) or None

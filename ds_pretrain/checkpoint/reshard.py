@@ -1,4 +1,4 @@
-"""Whether a checkpoint's shards fit this start, and their conversion to a form that fits any.
+"""Decides whether a checkpoint's shards fit this start, and converts them to the universal form if not.
 
 The conversion makes a folder in DeepSpeed's universal format beside the checkpoint.
 
@@ -84,7 +84,7 @@ class Universal:
 def find_layout_changes(
     saved: Mapping[str, Any], saved_world: int, config: Mapping[str, Any], world_size: int
 ) -> list[str]:
-    """Why shards of one DeepSpeed JSON and world do not fit another ("ranks 2 -> 3"); empty if they do.
+    """List why saved shards do not fit a DeepSpeed JSON and world ("ranks 2 -> 3"); empty if they do.
 
     Raises:
         InputError: a change that no conversion bridges.
@@ -231,7 +231,7 @@ def _run_tool(folder: Path, result: Path, source: ShardedCheckpoint) -> None:
 
 
 def _read_optimizer_steps(source: ShardedCheckpoint) -> int:
-    """How many updates the optimizer counts: one number for all, or the checkpoint is damaged."""
+    """Return the optimizer's update count; all groups must agree, or the checkpoint is damaged."""
     counts = source.steps()
     if len(counts) != 1:
         raise RunError(

@@ -44,7 +44,7 @@ from ds_pretrain.core.state import RunState
 
 
 class Shards(UniversalShards, Protocol):
-    """What a restore needs of an engine. Collective."""
+    """The part of an engine that a restore needs. Collective."""
 
     def load(self, folder: Path, tag: str) -> None: ...
 

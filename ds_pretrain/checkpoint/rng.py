@@ -76,12 +76,12 @@ def preserve_streams() -> Iterator[None]:
 
 
 def rng_file(rank: int) -> str:
-    """Where a rank's streams lie in a checkpoint."""
+    """The path of a rank's random streams in a checkpoint."""
     return f"{RNG}/rank_{rank:05d}.pt"
 
 
 def dump_streams() -> bytes:
-    """What a checkpoint holds of this rank's streams."""
+    """Serialize this rank's random streams for a checkpoint."""
     content = io.BytesIO()
     torch.save(capture_streams(), content)
     return content.getvalue()

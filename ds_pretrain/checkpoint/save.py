@@ -39,7 +39,7 @@ _PATIENCE_SECONDS = 60.0  # between two collectives of a wait: far below the tim
 
 
 class Saveable(Protocol):
-    """What a save needs of an engine. Collective."""
+    """The part of an engine that a save needs. Collective."""
 
     def save(self, folder: Path, tag: str, capture: Capture) -> Exception | None:
         """Hand this rank's files to `capture`, and call what that returns before the next update or load.
@@ -51,7 +51,7 @@ class Saveable(Protocol):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended. `problem` says why it was not published; the same on every rank."""
+    """The outcome of a save, the same on every rank. `problem` says why it was not published."""
 
     step: int
     problem: str | None
@@ -61,7 +61,7 @@ class SaveOutcome:
 
 
 class SaveProgress(IntEnum):
-    """How far work in the background is; a number, so that all ranks can share it in the row of a step."""
+    """The progress of a background save, as a number that ranks reduce in the row of a step."""
 
     RUNNING = 1
     DONE = 2
@@ -80,7 +80,7 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def progress(self) -> SaveProgress:
-        """Where it stands; never waits."""
+        """The progress of the work; never waits."""
         if self._thread.is_alive():
             return SaveProgress.RUNNING
         return SaveProgress.FAILED if self.error is not None else SaveProgress.DONE
@@ -124,7 +124,7 @@ class Saves:
 
     @property
     def progress(self) -> int:
-        """This rank's part of the save under way; 0 if there is none. For the row of a step."""
+        """The progress of the work; never waits."""
         if self._save is None:
             return 0
         if self._save.here is not None:

@@ -23,7 +23,7 @@ SHARD_ENDINGS = ("_model_states.pt", "_optim_states.pt")
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where a piece of a parameter lies in a rank's shard."""
+    """The position of a piece of a parameter in a rank's shard."""
 
     rank: int
     index: int  # of the flat group in that shard
@@ -83,7 +83,7 @@ class ShardedCheckpoint:
         return master
 
     def piece(self, fragment: Fragment, kind: str) -> Tensor:
-        """What a rank holds of a parameter. [fragment.length]"""
+        """Return a rank's piece of a parameter. [fragment.length]"""
         flat = self.flat(fragment.rank, fragment.index, kind)
         return flat[fragment.start : fragment.start + fragment.length]
 
@@ -105,7 +105,7 @@ class ShardedCheckpoint:
         return flat.reshape(self.names[name])
 
     def steps(self) -> set[int]:
-        """How many updates the optimizer counts, over all ranks and groups; one number if all is well."""
+        """Return the optimizer's update counts over all ranks and groups; one number if all is well."""
         return {
             int(state["step"])
             for rank in range(len(self.shards))
@@ -152,7 +152,7 @@ class ShardedCheckpoint:
         return [load_pickle(path) for path in self.model_files]
 
     def weights(self) -> dict[str, Tensor]:
-        """What the model computes with, where shards hold it apart from the masters: ZeRO-1 and 2."""
+        """Return the model's weights where shards hold them apart from the masters (ZeRO-1 and 2)."""
         module = self.model["module"] if self.stage < 3 else {}
         return {name: module[name] for name in self.names if name in module}
 
@@ -178,7 +178,7 @@ def open_shards(folder: Path) -> ShardedCheckpoint:
 
 
 def load_pickle(path: Path) -> Any:
-    """What DeepSpeed wrote, its tensors mapped from disk. It can run code: verify it first."""
+    """Load a DeepSpeed file with its tensors mapped from disk. It can run code: verify it first."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 

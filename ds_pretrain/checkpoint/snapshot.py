@@ -58,7 +58,7 @@ class Snapshot:
         self.waited_seconds += perf_counter() - began
 
     def abandon(self) -> None:
-        """Nothing will be written: whoever waits need not."""
+        """Give up the snapshot: nothing will be written, and waiters are released."""
         self._later.clear()
         self._copied_all.set()
 
@@ -136,7 +136,7 @@ def write_summed(path: Path, value: Any) -> FileEntry:
 
 
 def _count_bytes(value: Any, seen: set[int]) -> int:
-    """What a file of `value` takes, about: its tensors, each once."""
+    """Estimate the bytes of the file of `value`: its tensors, each counted once."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, Tensor):

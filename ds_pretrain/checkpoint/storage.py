@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, and whether a file there is the one that a manifest lists.
+"""The storage layout of a run's checkpoints, and the check of one file against its manifest entry.
 
 One folder that all hosts share; or a folder of each host's own, which holds the files of its own ranks only;
 and, beside either, a place to which checkpoints were shipped.
@@ -20,7 +20,7 @@ ASSEMBLED = "assembled"  # in the run directory: checkpoints put together from w
 
 @dataclass(frozen=True)
 class StorageLayout:
-    """Where to look. The same on every rank, up to what each host has in a folder of its own."""
+    """The storage layout. The same on every rank, except that `root` may be a folder of each host's own."""
 
     root: Path  # where this host saves
     out: Path  # the run directory, which all hosts share
@@ -48,7 +48,7 @@ class StorageLayout:
 
 
 def find_file_problem(folder: Path, name: str, entry: FileEntry, verify: Verify) -> str | None:
-    """Why a file in a checkpoint's folder is not the one that the manifest lists; None if it is.
+    """Return why a checkpoint file differs from its manifest entry; None if it does not.
 
     Raises:
         OSError: the disk did not answer, which says nothing about the file.
@@ -65,6 +65,6 @@ def find_file_problem(folder: Path, name: str, entry: FileEntry, verify: Verify)
 
 
 def find_first_problem(folder: Path, files: Mapping[str, FileEntry], verify: Verify) -> str | None:
-    """Why the first file that is not as listed is not; None if all are. Raises OSError as `find_file_problem`."""
+    """Return the first file problem of a checkpoint, or None. Raises OSError as `find_file_problem` does."""
     reasons = (find_file_problem(folder, name, entry, verify) for name, entry in files.items())
     return next((reason for reason in reasons if reason is not None), None)

@@ -43,7 +43,7 @@ MISSING = {
 
 
 class UniversalShards(Protocol):
-    """What a universal checkpoint needs of an engine. Collective."""
+    """The part of an engine that a universal checkpoint needs. Collective."""
 
     def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
         """Load `folder/tag`; what on this rank is then not bit for bit what its files hold."""
@@ -134,7 +134,7 @@ def read_universal(folder: Path) -> UniversalManifest:
 def find_universal_damage(
     folder: Path, manifest: UniversalManifest, world: World | None = None
 ) -> str | None:
-    """Why a universal checkpoint is not as listed: by all sizes, and by the checksums of a rank's share."""
+    """Return why a universal checkpoint differs from its manifest: any size, or a checksum of this rank's."""
     try:
         reason = find_first_problem(folder, manifest.files, "sizes")
         if reason is None and world is not None:
@@ -160,7 +160,7 @@ def _find_usable(folder: Path, cache: Path) -> tuple[Universal | None, str | Non
 
 
 def _read(folder: Path, lacking: Collection[str] = ()) -> Universal:
-    """What a universal checkpoint says of itself, without those of `MISSING` that it lacks."""
+    """Read the metadata of a universal checkpoint, without those of `MISSING` that it lacks."""
     manifest = _read_deepspeed_counts(folder) if "manifest" in lacking else read_universal(folder)
     if "run_state" in lacking:
         return Universal(folder, RunState(step=manifest.step), manifest)

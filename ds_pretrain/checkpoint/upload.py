@@ -1,8 +1,8 @@
 """Uploads published checkpoints behind training, whole or not at all, from one host or from several.
 
-On each host the leading rank starts a process (`Uploader`) that looks again and again (`UploadLoop`) at what is
-published and not uploaded yet, and takes it as far as it can (`upload_step`), the newest first. Of a checkpoint, a
-host uploads the files that its folder holds, and leaves a marker at the place that names what has arrived.
+Each host's leading rank starts a process (`Uploader`) that polls for published checkpoints which are not
+uploaded yet (`UploadLoop`), and uploads them as far as it can (`upload_step`), the newest first. A host
+uploads the files that its folder holds, and leaves a marker at the remote that names them.
 Host 0 writes the manifest there last, once the markers of all hosts name every file that it lists. Nothing
 is kept but what saves requests, so a process may be killed at any moment, and the next one goes on, as
 another host, too. docs/design/shipping.md says why.
@@ -158,7 +158,7 @@ def say(text: str) -> None:
 
 @dataclass
 class UploadLoop:
-    """What a host uploads, where to, and what is kept there; the rest only saves requests."""
+    """The upload loop of one host: what it uploads and where to. Other fields only save requests."""
 
     root: Path
     location: str
@@ -245,7 +245,7 @@ class UploadLoop:
 
 
 class UploadProgress(Enum):
-    """How far a checkpoint is on its way."""
+    """The progress of the upload of one checkpoint."""
 
     SHIPPED = "it is whole at the other place, or a later save of this step is"
     WAITING = "other hosts, or the host that writes the manifest, are not done"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, by each rank's part of it, and how missing files get to where they load.
+"""Verifies checkpoints, each rank its own files, and fetches missing files to where they are loaded.
 
 Leaders of hosts read manifests and tell the others; each rank checks its own share of the files. What is
 fetched comes under another name and is renamed once its checksum is right.
@@ -55,7 +55,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a file was not fetched. One that does not last may be gone at the next start."""
+    """The reason why a file was not fetched. One that is not permanent may be gone at the next start."""
 
     text: str
     is_permanent: bool
@@ -106,7 +106,7 @@ def find_in_folder(path: Path, world: World) -> Found | str:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Why a folder is no whole checkpoint, as this process alone sees it.
+    """Return why a folder is not an intact checkpoint, as this process alone sees it.
 
     Raises:
         OSError: the disk did not answer, which says nothing about the checkpoint.
@@ -168,7 +168,7 @@ def recover(root: Path) -> Iterator[str]:
 
 
 def _is_whole(folder: Path, name: str) -> bool:
-    """By its manifest and the sizes of the files that are here; a host of its own has only some of them."""
+    """Return whether the files here have their listed sizes; a host's own folder has only some of them."""
     try:
         manifest = parse_manifest((folder / MANIFEST).read_text(encoding="utf-8"))
         here = {file: entry for file, entry in manifest.files.items() if (folder / file).exists()}
@@ -215,7 +215,7 @@ def _look(look: Callable[[], Sight]) -> Sight:
 
 
 def look_everywhere(folder: Path, world: World, look: Callable[[], Sight]) -> list[Sight]:
-    """What each rank sees of a checkpoint. Collective.
+    """Return each rank's view of a checkpoint. Collective.
 
     Raises:
         InputError, RunError: a rank cannot tell, which says nothing about the checkpoint.
@@ -290,7 +290,7 @@ def _find_wrong_files(copy: _Copy, names: Sequence[str], storage: StorageLayout)
 def _complete(
     copy: _Copy, wrong: Sequence[str], reason: str, storage: StorageLayout, world: World
 ) -> Found | str:
-    """What is missing here, fetched into its host's folder; or why its copy cannot be used. Collective.
+    """Fetch the missing files into the host's folder, or say why its copy cannot be used. Collective.
 
     What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
     """
@@ -351,7 +351,7 @@ def _open(copy: _Copy, storage: StorageLayout, world: World) -> Found | str:
 def _read_listed(
     manifest: Manifest, names: Sequence[str], read: Callable[[str], bytes | None]
 ) -> dict[str, bytes]:
-    """Those small files that are what a manifest lists."""
+    """Read those small files that match their manifest entries."""
     found = {name: content for name in names if (content := read(name)) is not None}
     return {n: c for n, c in found.items() if hashlib.sha256(c).hexdigest() == manifest.files[n].sha256}
 

@@ -88,7 +88,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out."""
+    """The findings of an audit."""
 
     reads: tuple[Read, ...]
     num_checked: int  # steps that were read again
@@ -97,7 +97,7 @@ class Proof:
 
 
 def prove(run: Audited, history: History, every: bool) -> Proof:
-    """What holds and what does not; `every` reads each step again, and counts each epoch's samples."""
+    """Check the run's data; `every` re-reads each step and counts each epoch's samples."""
     reads = tuple(_list_reads(run, history))
     problems = [*run.problems, *history.problems, *_find_record_problems(run, history)]
     problems += [*_draw_problems(run, reads), *_start_problems(run, reads)]
@@ -179,7 +179,7 @@ def _find_draw_intervals(
 
 
 def _draw_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
-    """Where what was trained and what was skipped are not disjoint, or leave out a draw between them."""
+    """Find draws that were both trained and skipped, or neither."""
     ledger = "the skip ledger"
     for phase in dict.fromkeys(read.phase for read in reads):
         mine = [read for read in reads if read.phase == phase]
@@ -252,7 +252,7 @@ def _chunk_draws(start: int, stop: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _check_checksums(run: Audited, history: History, every: bool) -> tuple[int, list[str]]:
-    """How many steps were read again, and those that did not read what was recorded."""
+    """Re-read steps; return how many, and those whose checksum differs from the record."""
     rows = history.rows
     chosen = np.flatnonzero(rows["seen"])
     if not every:
@@ -405,7 +405,7 @@ def list_skipped_samples(run: Audited) -> Iterator[str]:
 
 
 def show_step(run: Audited, step: int, rank: int | None, attempt: int | None) -> Iterator[str]:
-    """What a step read, as it was taken in the attempt or the last time.
+    """List the samples of a step, as read in `attempt` or the last time.
 
     Raises:
         InputError: the step is not recorded, not in that attempt, or had no such rank.
@@ -486,5 +486,5 @@ def _shorten(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """What a terminal would obey is written out."""
+    """Escape control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

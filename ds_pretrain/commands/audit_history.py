@@ -191,7 +191,7 @@ def skip_words(skip: Skip) -> str:
 
 
 def describe_changes(run: Audited) -> str:
-    """Why what was read before may not be what the plan says now; empty if nothing of it was changed."""
+    """Say what changed since the steps were trained, which may change what they read; empty if nothing."""
     sections = ("batch", "phases", "sources", "chunk_tokens")
     changes = [one for one in run.record.changes if one["field"].split(".")[0] in sections]
     if not changes:
@@ -369,7 +369,7 @@ class History:
         self._go_to(step - 1)
 
     def _go_to(self, step: int) -> None:
-        """What was recorded after `step` does not count any more."""
+        """Discard the history after `step`."""
         while step >= len(self.rows):
             self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
         self.rows["seen"][step + 1 : self.newest + 1] = False

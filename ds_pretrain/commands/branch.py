@@ -69,7 +69,7 @@ class Parent:
 
     @property
     def directory(self) -> str:
-        """What holds it, in words."""
+        """The run or remote that holds it, for messages."""
         return self.location.location.rstrip("/")
 
     @property
@@ -79,7 +79,7 @@ class Parent:
 
     @property
     def folder(self) -> Path | None:
-        """Its folder on this host; None if it lies at a URL."""
+        """The folder on this host; None if it lies at a URL."""
         return None if "://" in self.directory else Path(self.where)
 
 
@@ -220,7 +220,7 @@ def _find_holder(parent: Parent, location: Path) -> str | None:
 
 
 def _check_remote(plan: Plan) -> str | None:
-    """Why checkpoints of the new run cannot go to its place, as far as looking tells; a start proves it."""
+    """Return why the new run's checkpoints cannot be uploaded, as far as looking tells; a start proves it."""
     location = plan.run.checkpoint.upload_to
     if location is None:
         return None

@@ -55,7 +55,7 @@ def _check(words: argparse.Namespace) -> int:
 
 
 def _format_model(pretrained: Pretrained | None, quick: bool) -> Iterator[str]:
-    """What was looked at in the model's own code, or that it was not."""
+    """Say what was checked in the model's own code, or that it was not."""
     if not uses_transformers():
         why = "--quick" if quick else "transformers or torch cannot be imported here"
         weights = f", and whether the tensors of {pretrained.folder} fit it" if pretrained else ""
@@ -73,7 +73,7 @@ def _format_model(pretrained: Pretrained | None, quick: bool) -> Iterator[str]:
 
 
 def format_interval(plan: Plan) -> Iterator[str]:
-    """How often to save, from what this run has measured; or the one line of what is needed to say it."""
+    """Format the advice on the save interval from this run's measured costs, or what is missing for it."""
     section = plan.run.checkpoint
     saves = _read_newest_records(plan.out, "checkpoint")
     stall, complete = _compute_median(saves, "stall_seconds"), _compute_median(saves, "total_seconds")

@@ -68,7 +68,7 @@ def find_checkpoint_root(run: Path) -> Path:
 
 
 def find_parent_location(run: str) -> Path | Remote:
-    """Where the checkpoints are that another run begins from: here, or where they were shipped to.
+    """Find the checkpoints of a parent run: a folder here, or the remote they were uploaded to.
 
     Raises:
         InputError: a run directory that holds none, or a URL with a credential in it.
@@ -137,7 +137,7 @@ class _Asked:
 
     @property
     def there(self) -> str:
-        """For a message: where, if not here."""
+        """The remote, for messages; empty for this host."""
         return f" at {self.location.location}" if self.is_shipped else ""
 
 
@@ -153,7 +153,7 @@ def _list_checkpoints(asked: _Asked, names: list[str]) -> int:
 
 
 def _format_lineage(out: Path) -> Iterator[str]:
-    """Where a branch comes from."""
+    """Format the lineage of a branch."""
     from ds_pretrain.training.record import read_record
 
     record = None

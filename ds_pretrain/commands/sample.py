@@ -119,7 +119,7 @@ def run_tokenizer(plan: Plan) -> Tokenizer:
 
 
 def _find_root(plan: Plan) -> Path:
-    """Where whole checkpoints lie: in the run directory, or else in this host's own folder."""
+    """Find the folder of complete checkpoints: in the run directory, or this host's local_dir."""
     shared = plan.out / "checkpoints"
     return shared if list_published(shared) else plan.checkpoints
 

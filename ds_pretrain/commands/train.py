@@ -43,7 +43,7 @@ def launch(words: argparse.Namespace, overrides: Sequence[str], flags: Sequence[
 
 
 def describe_world_source(words: argparse.Namespace) -> str:
-    """Where the number of ranks comes from, for messages."""
+    """Name the source of the number of ranks, for messages."""
     if words.hostfile is not None:
         return f"--hostfile {words.hostfile}"
     given = (option for option in ("ranks", "world") if getattr(words, option, None) is not None)

@@ -62,7 +62,7 @@ class Workdir:
         return self.out / "checkpoints" / step_name(step)
 
     def straight(self, step: int) -> Path:
-        """What the uninterrupted run saved, under its own name: that is part of what a manifest proves."""
+        """The uninterrupted run's save, under its own name, which its manifest needs."""
         return self.folder / "straight" / step_name(step)
 
 
@@ -131,7 +131,7 @@ def _train_twice(launch_run: Callable[[], int], workdir: Workdir, middle: int, l
 
 
 def describe_coverage(timeline: Timeline, middle: int, last: int) -> Iterator[str]:
-    """Which steps were proven after a resume at `middle`, and what of the run was not."""
+    """Say which steps a resume at `middle` proves, and which parts of the run it does not."""
     here, elsewhere = [], []
     for segment in timeline.segments:
         several = sum(other.phase == segment.phase for other in timeline.segments) > 1
@@ -171,7 +171,7 @@ def find_first_difference(
 
 
 def _build_overrides(workdir: Workdir, middle: int, origin: Path | None) -> list[str]:
-    """Nothing that bears on the numbers: where the run lies and begins, when it saves, and who is told."""
+    """Build overrides that change no number: folder, resume step, save steps and W&B."""
     return [
         f"out={workdir.out}",
         f"checkpoint.every={middle} steps",  # the next multiple lies at or behind the last step, saved anyway
@@ -211,7 +211,7 @@ def _hold_workdir(folder: Path) -> Iterator[None]:
 
 
 def _compare(workdir: Workdir, middle: int, last: int) -> bool:
-    """Whether both launches made the same of the second half; says what was found."""
+    """Compare the second halves of both launches; print what differs."""
     from ds_pretrain.checkpoint.diff import compare_checkpoints, format_differences  # which imports torch
 
     steps: dict[int, dict[int, Mapping[str, Any]]] = {1: {}, 2: {}}  # of both attempts

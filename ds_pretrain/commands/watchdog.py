@@ -80,7 +80,7 @@ def _format_incident(one: Incident) -> str:
 
 
 def _format_rolled_back(one: RolledBack) -> str:
-    """What was decided then, and what these settings say of the same steps."""
+    """Format a recorded decision beside what these settings say of the same steps."""
     decision = one.decision
     then, way = ("roll_back", "taken back") if decision["event"] == "rollback" else ("a stop", "given up")
     trouble, onset = decision["trouble"], decision["onset"]

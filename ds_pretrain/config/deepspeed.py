@@ -275,7 +275,7 @@ def check_deepspeed(
 def check_ranks(
     config: Mapping[str, Any], world_size: int, accumulation: int | None, run_path: str
 ) -> Iterator[str]:
-    """What a checked JSON sets that does not go with the ranks or the accumulation of the first step."""
+    """Find settings of a checked JSON that do not fit the world size or the first step's accumulation."""
     partition = config["zero_optimization"].get("zero_hpz_partition_size") or 1
     if world_size % partition:
         yield (
@@ -287,7 +287,7 @@ def check_ranks(
 
 
 def check_version() -> Iterator[str]:
-    """Why the installed DeepSpeed cannot be used. There may be none, as on a login node."""
+    """Find why the installed DeepSpeed cannot be used. None may be installed, as on a login node."""
     try:
         found = version("deepspeed")
     except PackageNotFoundError:
@@ -303,7 +303,7 @@ def check_version() -> Iterator[str]:
 
 
 def advise_on_non_finite(config: Mapping[str, Any], name: str) -> str:
-    """What to look at first when gradient norms are not finite again and again while the losses are.
+    """Say what to check first when gradient norms are often non-finite while losses are finite.
 
     `name` is that of the JSON. Overlap is on in ZeRO-3, and off in ZeRO-1 and 2, where it says nothing.
     """
@@ -346,7 +346,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def sequence_parallel_size(config: Mapping[str, Any]) -> int:
-    """How many neighboring ranks share each sequence; 1 where each has its own."""
+    """The number of neighboring ranks that share each sequence; 1 without sequence parallelism."""
     return int(config.get("sequence_parallel_size") or 1)
 
 

@@ -75,7 +75,7 @@ def parse_sections(
 
 
 def find_errors(data: Mapping[str, Any], root: type[BaseModel]) -> list[Any]:
-    """What pydantic finds wrong with the tables of a file."""
+    """Return pydantic's errors for the tables of a file."""
     try:
         root.model_validate(data)
     except ValidationError as error:

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> Path:
-        """Where a host saves: in the run directory, or in a folder of its own that no other run uses."""
+        """The folder in which a host saves: in the run directory, or in its own local_dir."""
         local = self.run.checkpoint.local_dir
         if local is None:
             return self.out / "checkpoints"
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def upload_to(self) -> str | None:
-        """Where checkpoints are copied to."""
+        """The location that checkpoints are uploaded to."""
         section = self.run.checkpoint
         sp_size = str(self.out / "checkpoints") if section.local_dir is not None else None
         return section.upload_to or sp_size
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many neighboring ranks share each sequence: how, and not what, this start trains."""
+        """The number of neighboring ranks that share each sequence; it changes no numbers of the run."""
         return sequence_parallel_size(self.deepspeed)
 
     @property
@@ -114,11 +114,11 @@ class Plan:
         return {"sequence_parallel_size": size} if size > 1 else {}
 
     def lr(self, step: int, num_updates: int) -> float:
-        """Of the update that follows `step` finished steps, of which `num_updates` were applied."""
+        """The learning rate of the update after `step` steps, of which `num_updates` were applied."""
         return self.schedule.lr(num_updates) * self.lr_factor(step)
 
     def lr_factor(self, step: int) -> float:
-        """What `batch.lr_scaling` multiplies the rate of that update by."""
+        """The factor of `batch.lr_scaling` at that update."""
         batch = self.run.batch
         return lr_scaling_factor(
             batch.lr_scaling, self.timeline.at(step).tokens_per_step, self.lr_reference_tokens
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def chunk_tokens(self) -> dict[str, int]:
-        """What each source that is read is cut into: declared, or the longest samples that a phase takes."""
+        """The chunk size of each source in tokens: declared, or the longest sample of any phase."""
         return compute_chunk_lengths(
             {phase.name: phase.seq_len for phase in self.run.phases},
             {phase.name: phase.mixture for phase in self.run.phases},
@@ -259,7 +259,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
 
 
 def check_sequence_parallel(plan: Plan) -> Iterator[str]:
-    """What the run file asks that sequences which ranks share do not have."""
+    """Find settings of the run file that do not work with sequence parallelism."""
     num_sharing = plan.sequence_parallel_size
     for phase in plan.run.phases:
         if phase.seq_len % num_sharing:
@@ -280,7 +280,7 @@ def check_sequence_parallel(plan: Plan) -> Iterator[str]:
 
 
 def drop_problems(plan: Plan) -> Iterator[str]:
-    """Why an update could not be dropped exactly (`watchdog.skip_update_sigmas`), or not sensibly."""
+    """Find why `watchdog.skip_update_sigmas` cannot skip updates exactly, or is not sensible."""
     watchdog, config = plan.run.watchdog, plan.deepspeed
     if watchdog.skip_update_sigmas is None:
         return
@@ -324,7 +324,7 @@ def _suggest_worlds(sequences: int, micro: int, sp_size: int) -> str:
 
 
 def find_contradictions(run: Run) -> Iterator[str]:
-    """What the sections of a run file say against one another."""
+    """Find contradictions between the sections of a run file."""
     if problems := list(start_problems(run)):
         yield from problems  # and which batches a phase meets is not known
     else:
@@ -359,7 +359,7 @@ def find_contradictions(run: Run) -> Iterator[str]:
 
 
 def check_curriculum(run: Run) -> Iterator[str]:
-    """What phases, ramp and decay say against one another."""
+    """Find contradictions between phases, batch ramp and decay."""
     names = [phase.name for phase in run.phases]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         yield f"two phases are called {name}; give each a name of its own"

@@ -42,7 +42,7 @@ def wsd_fraction(step: int, length: int, warmup: int, decay: int, shape: DecaySh
 
 
 def lr_scaling_factor(rule: LrScaling, batch_tokens: int, meant_tokens: int) -> float:
-    """What the rate is multiplied by at another batch than the one that the peak is meant for.
+    """The learning rate's factor at a batch other than the one that peak_lr is meant for.
 
     linear: Goyal et al., arXiv:1706.02677. sqrt: for Adam, Malladi et al., arXiv:2205.10287.
     """

@@ -153,7 +153,7 @@ Weight = Annotated[float, Field(gt=0, le=1e12)]  # so that a sum of them is fini
 
 
 class ModelSection(Section):
-    """Which model, and what is added to it."""
+    """The model, and what is added to it."""
 
     renamed: ClassVar[Mapping[str, str]] = {"recompute": "activation_checkpointing", "from": "pretrained"}
     config: FilePath  # a Hugging Face config.json; default: that of `pretrained`
@@ -276,7 +276,7 @@ class BatchSection(Section):
 
     @property
     def sizes(self) -> Ramp:
-        """From when on a step has how many tokens."""
+        """The batch size in tokens from each point of the run on."""
         return self.ramp or ((steps(0), self.tokens),)
 
 
@@ -299,7 +299,7 @@ class HeldOutSection(Section):
 
 
 class SourceSection(HeldOutSection):
-    """What is trained on, in the order of its phases."""
+    """A training source."""
 
     max_epochs: Positive | None = None  # over the whole run; more is an error at the start
     chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
@@ -385,7 +385,7 @@ class CheckpointSection(Section):
 
 
 class WatchdogSection(Section):
-    """What the watchdog calls usual, and how long it waits; it judges with this very object."""
+    """The thresholds and the policy of the watchdog, which uses this very object."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "respond": "policy",
@@ -413,7 +413,7 @@ class WatchdogSection(Section):
 
 
 class MonitorSection(Section):
-    """What a person sees, every how many steps; metrics.jsonl gets every step."""
+    """The metrics that operators see, and how often; metrics.jsonl gets every step."""
 
     renamed: ClassVar[Mapping[str, str]] = {"every": "log_every"}
     log_every: Count = 10

@@ -1,4 +1,4 @@
-"""How long things take, in the units people use, and where each step stands.
+"""Durations in the units people use, and the timeline that maps steps to phases, tokens and draws.
 
 Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments:
 stretches of steps with one sequence length and one batch; then steps, samples and tokens convert exactly.
@@ -275,13 +275,13 @@ class Multiples:
     pieces: tuple[tuple[int, int, int], ...]  # from which step on, the amount before it and that of a step
 
     def before(self, step: int) -> int:
-        """How many multiples the first `step` steps reach."""
+        """The number of multiples that the first `step` steps reach."""
         first, amount, of_step = self.pieces[bisect_right(self.pieces, step, key=lambda p: p[0]) - 1]
         return (amount + (step - first) * of_step) // self.every
 
 
 def build_multiples(every: Duration, timeline: Timeline) -> Multiples:
-    """Those of a duration in steps or tokens."""
+    """Build the multiples of a duration in steps or tokens."""
     if every.unit == "steps":
         return Multiples(int(every.amount), ((0, 0, 1),))
     pieces = ((s.first_step, s.first_token, s.tokens_per_step) for s in timeline.segments)
@@ -332,7 +332,7 @@ def check_chunk_lengths(
 
 
 def find_changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -> list[str]:
-    """Why a run cannot go on with other chunks; `old` holds the sources that something was read of.
+    """Find why a run cannot resume with other chunks; `old` holds the sources that were read already.
 
     One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
     """

@@ -28,7 +28,7 @@ EVERY_RANK: Final = {"every_rank": True}  # `extra` of a record that any rank lo
 
 @dataclass(frozen=True)
 class World:
-    """Which rank this process is, of how many."""
+    """The rank of this process and the number of ranks."""
 
     rank: int = 0
     size: int = 1
@@ -40,7 +40,7 @@ class World:
         return self.rank == 0
 
     def data_parallel_world(self, sequence_parallel_size: int) -> "World":
-        """Who reads rows: each group of neighboring ranks that share their sequences counts as one."""
+        """The data-parallel world: neighboring ranks that share their sequences count as one."""
         return World(
             self.rank // sequence_parallel_size, self.size // sequence_parallel_size, self.local_rank
         )
@@ -164,7 +164,7 @@ def run_on_each_rank(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank's work returned, or the error that it met."""
+    """The value that a rank's work returned, or the error that it raised."""
 
     value: Any = None
     problems: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class RunError(Exception):
 
 
 class InputError(RunError):
-    """What the user gave cannot be used. Carries all problems found, not the first."""
+    """The user's input cannot be used. Carries all problems found, not the first."""
 
     exit_code = EXIT_BAD_INPUT
 

@@ -153,7 +153,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def check_folder(folder: Path, what: str) -> str | None:
-    """Why `folder` cannot be written or created, as far as looking tells; None if it seems it can."""
+    """Return why `folder` cannot be written or created, as far as looking tells; None if it seems it can."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir():
         reason = f"{existing} is not a folder"

@@ -2,8 +2,8 @@
 
 A record is a mapping of plain values with "event" ("step", "validation", "data", "start", "checkpoint",
 "stop", ...), "step" and "attempt" (which start of the run wrote it). metrics.jsonl is the complete history
-of a run, thrown-away work included: nothing in it is ever changed. `select_latest_attempt` reads the history that
-counts out of it.
+of a run, abandoned steps included: nothing in it is ever changed. `select_latest_attempt` selects the
+history that counts.
 """
 
 import json

@@ -8,7 +8,7 @@ IGNORED = -100  # the label of a token that is no target: no loss and no number 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step was, measured over all ranks and the whole global batch.
+    """The numbers of one optimizer step, over all ranks and the whole global batch.
 
     `loss` is the mean cross-entropy in nats per valid token; `z_loss` is the weighted auxiliary term, None
     when off; `grad_norm` is before clipping, None when non-finite; `clip_factor` is what clipping multiplied

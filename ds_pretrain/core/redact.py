@@ -1,4 +1,4 @@
-"""What must not be shown: which names of variables mean a secret, and texts without any."""
+"""Keeps secrets out of texts: names of variables that mean a secret, and texts scrubbed of their values."""
 
 import contextlib
 import json

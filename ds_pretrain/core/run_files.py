@@ -1,4 +1,4 @@
-"""What a run's processes tell each other through its folder: who they are, when to stop, how they ended.
+"""Files by which the processes of a run talk: rank records, stop and save requests, the exit code.
 
 The ranks and the command that started them share no memory and, over several hosts, no process tree, only
 `<out>`: each rank writes `ranks/rank_00000.json` when it starts, anyone may create `stop`, rank 0 writes
@@ -44,7 +44,7 @@ def save_file(out: Path) -> Path:
 
 
 def ranks_folder(out: Path) -> Path:
-    """Where the ranks of the run in `out` write down who they are."""
+    """The folder of the rank records of the run in `out`."""
     return out / "ranks"
 
 
@@ -75,7 +75,7 @@ def record_rank(out: Path, rank: int) -> Path:
 
 
 def read_ranks(out: Path) -> tuple[RankRecord, ...]:
-    """Who the ranks of the run in `out` said they are, in rank order; unusable files are left out."""
+    """Read the rank records of the run in `out`, in rank order; unusable files are left out."""
     records = []
     for path in sorted(ranks_folder(out).glob("rank_*.json")):
         try:
@@ -178,7 +178,7 @@ class StopSignal:
 
 
 def _file_exists(path: Path) -> bool:
-    """Whether a file is there; a file system that does not answer asks for nothing."""
+    """Return whether a file is there; a file system that does not answer counts as no."""
     try:
         return path.exists()
     except OSError:

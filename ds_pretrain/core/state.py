@@ -1,4 +1,4 @@
-"""Where a run stands, as a value: the same on every rank, and without a word of how many ranks there are."""
+"""The state of a run as a value: the same on every rank, and independent of the world size."""
 
 import json
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do about a step, and why."""
+    """The watchdog's action for a step, and its reason."""
 
     action: Action = "ok"
     kind: Kind | None = None  # with "ok": what has just healed

@@ -1,4 +1,4 @@
-"""Where a source stands, and what its next draws read: one order over the whole run, whatever the lengths.
+"""The position in each source, and the samples of its next draws: one order over the run, at any length.
 
 A source is cut into chunks of C tokens. Epoch after epoch visits the chunks in the order of a permutation; a
 phase of sequences of L tokens takes the C / L pieces of a chunk as samples. With L = C a chunk is a sample.

@@ -31,17 +31,17 @@ class ChosenTokens:
 
     @property
     def shape(self) -> tuple[int]:
-        """As of an array."""
+        """The shape, as of an array."""
         return (int(self.starts[-1]),)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As of an array."""
+        """The dtype, as of an array."""
         return self.corpus.dtype
 
     @property
     def nbytes(self) -> int:
-        """As of an array."""
+        """The size in bytes, as of an array."""
         return self.shape[0] * self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
@@ -56,7 +56,7 @@ class ChosenTokens:
         return self.corpus[np.arange(start, stop) + np.repeat(shifts, np.diff(edges))]
 
     def origin_of(self, token: int) -> int:
-        """Where a token lies in the corpus."""
+        """Return the position of a token in the corpus."""
         document = int(np.searchsorted(self.starts, token, side="right")) - 1
         return int(self.origins[document]) + token - int(self.starts[document])
 
@@ -112,7 +112,7 @@ def open_filtered(
 
 
 def get_chosen_tokens(source: TokenSource) -> ChosenTokens | None:
-    """What a view is made of; None of a source as it is."""
+    """Return the filter of a filtered source; None for a plain one."""
     stream: object = source.stream
     return stream if isinstance(stream, ChosenTokens) else None
 

@@ -93,7 +93,7 @@ class TokenSource:
         return out
 
     def document_starts(self, start: int, count: int) -> NDArray[np.int64]:
-        """Where in tokens [start, start + count) a document begins, counted from `start`: [n], ascending.
+        """Return where documents begin in [start, start + count), counted from `start`: [n], ascending.
 
         Bisects the mapped index: O(log num_sequences + n), and no memory but the pages that it touches.
         """
@@ -108,7 +108,7 @@ class TokenSource:
 
     @cached_property
     def _byte_offsets(self) -> NDArray[np.int64]:
-        """Of the index; of a source that was made without one, summed up once, 8 bytes a sequence."""
+        """Return the index's byte offsets; without an index they are summed up once, 8 bytes a sequence."""
         if self.byte_offsets is not None:
             return self.byte_offsets
         ends = np.cumsum(self.sequence_lengths, dtype=np.int64)  # [num_sequences]
@@ -224,7 +224,7 @@ def _find_index_problems(
     pointers: NDArray[np.int64],
     bounds: NDArray[np.int64],
 ) -> list[str]:
-    """What does not add up inside an index, each with the first place where it does not."""
+    """Find contradictions inside an index, each with its first position."""
     problems = []
     total = 0  # bytes before the chunk
     for start in range(0, lengths.size, _CHUNK):
@@ -279,7 +279,7 @@ def _read_sidecar(path: Path) -> dict[str, Any] | None:
 
 
 def _find_type_problems(source: TokenSource) -> list[str]:
-    """What PREFIX.json holds in another form than `prepare` writes it."""
+    """Find values of PREFIX.json in another form than `prepare` writes."""
     sidecar, path = source.sidecar or {}, corpus_file(source.prefix, "json")
     problems = [
         f"{path}: {name} = {sidecar[name]!r}; expected a whole number, at least {least}: correct or remove it"
@@ -294,7 +294,7 @@ def _find_type_problems(source: TokenSource) -> list[str]:
 
 
 def _find_sidecar_problems(source: TokenSource) -> list[str]:
-    """Where PREFIX.json and the index say different things: one of them belongs to another corpus."""
+    """Find contradictions between PREFIX.json and the index: one belongs to another corpus."""
     found = {"dtype": source.dtype.name, "tokens": source.num_tokens, "documents": source.num_documents}
     return [
         f"{corpus_file(source.prefix, 'json')}: {name} = {source.sidecar[name]!r}, but the index says "
@@ -398,7 +398,7 @@ class IndexedWriter:
 
 
 def partial_folder(prefix: Path) -> Path:
-    """Where a corpus is while it is written."""
+    """The folder of a corpus while it is written."""
     return corpus_file(prefix, "partial")
 
 

@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length n
 
 @dataclass(frozen=True)
 class SourceReport:
-    """How often a document ends in a source, and what is odd about that."""
+    """The rate at which documents end in a source, and warnings about it."""
 
     eos_per_million: float | None  # None: nobody said which id ends a document
     warnings: tuple[str, ...]
@@ -33,7 +33,7 @@ class SourceReport:
 def check_source(
     source: TokenSource, seq_len: int, vocab_size: int, scan_tokens: int = SCAN_TOKENS
 ) -> list[str]:
-    """Why a model of `vocab_size` embedding rows cannot train on `source` at `seq_len`; empty if it can.
+    """Return why a model of `vocab_size` rows cannot train on `source` at `seq_len`; empty if it can.
 
     Every token is looked at up to `scan_tokens`; in a longer source evenly spaced blocks are, and the largest
     id that its PREFIX.json records.
@@ -151,7 +151,7 @@ def read_passages(ids: SampleIds, places: Sequence[int], sources: Mapping[str, T
 
 
 def _open_tokenizer(name: str, source: TokenSource) -> tuple[Tokenizer | None, str]:
-    """What decodes a source, or the words to put before its ids."""
+    """Open the tokenizer that decodes a source, or return the text to show before its ids."""
     try:
         tokenizer = open_tokenizer_of(source)
     except InputError as error:

@@ -109,7 +109,7 @@ class BatchLoader:
     def first_micro_batches(
         self, state: RunState, num_ranks: int, micro_batch_size: int
     ) -> tuple[list[MicroBatch], int]:
-        """What the first micro-batches of `num_ranks` ranks read at a state, spread over the ranks there are.
+        """Return the first micro-batches of `num_ranks` ranks at a state, spread over the present ranks.
 
         This rank's part, as many micro-batches on every rank (rows that are not there have ignored labels),
         and the sum of the CRC-32 of all the samples. On as many ranks it is this rank's own first one.
@@ -220,7 +220,7 @@ def read_samples(
 def read_starts(
     ids: SampleIds, sources: Mapping[str, TokenSource], first: int, stop: int
 ) -> NDArray[np.bool_]:
-    """Which tokens of samples [first, stop) begin a document, as the index says: [stop - first, T + 1]."""
+    """Return which tokens of samples [first, stop) begin a document, by the index: [stop - first, T + 1]."""
     chosen = [sources[ids.names[index]] for index in ids.source[first:stop]]
     return mark_starts(chosen, ids.sample[first:stop], ids.seq_len)
 
@@ -228,7 +228,7 @@ def read_starts(
 def mark_starts(
     sources: Sequence[TokenSource], samples: NDArray[np.int64], seq_len: int
 ) -> NDArray[np.bool_]:
-    """Which tokens of sample `samples[i]` of `sources[i]` begin a document: [n, T + 1]."""
+    """Return which tokens of sample `samples[i]` of `sources[i]` begin a document: [n, T + 1]."""
     marks = np.zeros((len(samples), seq_len + 1), dtype=np.bool_)
     for mark, source, sample in zip(marks, sources, samples.tolist(), strict=True):
         mark[source.document_starts(sample * seq_len, seq_len + 1)] = True

@@ -1,4 +1,4 @@
-"""Which source, and which sample of it, a draw of a mixture reads: one cost anywhere, exact at every split.
+"""Maps a draw of a mixture to its source and sample: O(1) anywhere, and exact at every split.
 
 Draws come in blocks of 4,096. In each block every source has the same whole number of draws (its quota, by
 largest remainder), and the places within the block are shuffled under a key of the block's own. Whoever asks
@@ -56,7 +56,7 @@ class Mixture:
         return source, number
 
     def draws_of_source_before(self, draw: int) -> tuple[int, ...]:
-        """How many of the draws [0, draw) read each source: exact, and of one cost for every `draw`."""
+        """Count the draws in [0, draw) of each source: exact, and O(1) in `draw`."""
         blocks, rest = divmod(draw, BLOCK_DRAWS)
         source, _ = self.locate(np.arange(draw - rest, draw, dtype=np.uint64))
         partial = np.bincount(source, minlength=len(self.quotas))

@@ -51,7 +51,7 @@ def derive_round_keys(key: int, mixed_counters: Words) -> Words:
 
 
 def permute(index: NDArray[np.integer], size: int, key: int | Words) -> Words:
-    """Where the permutation of [0, size) under `key` sends each index; the cost does not depend on `size`.
+    """Map each index through the keyed permutation of [0, size); the cost does not depend on `size`.
 
     `key` may be an array of the shape of `index`: each element is then permuted under its own key.
 

@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to tokenize, with what, and where to."""
+    """The options of `prepare`: inputs, tokenizer, output."""
 
     sources: Sequence[str]
     tokenizer: str
@@ -70,7 +70,7 @@ class PrepareOptions:
 
     @property
     def reading(self) -> Reading:
-        """How documents are found in an input."""
+        """The options that decide how documents are found in an input."""
         return self.document, self.text_column, self.split
 
     @property
@@ -81,7 +81,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `prepare` did. Tokens, also those of the longest document, count the separators."""
+    """The result of `prepare`. Token counts include separators."""
 
     prefix: Path
     documents: int
@@ -98,7 +98,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Counts:
-    """How far the work is: the next document to read, and what was written up to it."""
+    """The progress of the work: the next document to read, and what was written up to it."""
 
     input: int = 0
     row: int = 0
@@ -112,7 +112,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PrepareState:
-    """What OUT.partial/ holds, and of which inputs and tokenizer (`key`)."""
+    """The content of OUT.partial/, and the inputs and tokenizer it belongs to (`key`)."""
 
     key: str
     counts: Counts
@@ -403,7 +403,7 @@ def _add(counts: Counts, batch: DocumentBatch, kept: list[NDArray[np.integer]]) 
 
 
 def _compute_key(inputs: Sequence[Input], reading: Reading, tokenizer_hash: str) -> str:
-    """What must be unchanged for earlier work to be continued."""
+    """Hash everything that must be unchanged for earlier work to be continued."""
     text = json.dumps([_KEY_VERSION, compute_identity(inputs), *reading, tokenizer_hash])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -420,7 +420,7 @@ def _read_state(prefix: Path) -> PrepareState | None:
 
 
 def _resume(prefix: Path, key: str, itemsize: int, say: Say) -> PrepareState:
-    """Where an interrupted call with the same inputs and tokenizer stopped, or the beginning."""
+    """Return the point at which an interrupted call with the same inputs stopped, or the beginning."""
     path = _state_path(prefix)
     if not path.exists():
         return PrepareState(key, Counts())
@@ -447,7 +447,7 @@ def _is_complete(prefix: Path, counts: Counts, itemsize: int) -> bool:
 
 
 def _describe_stop(prefix: Path) -> str:
-    """What to tell a person whose `prepare` was interrupted."""
+    """Tell the user how to go on after an interrupted `prepare`."""
     state = _read_state(prefix)
     if state is None:
         return f"{prefix}: interrupted before a document was written; the same command starts over"

@@ -1,4 +1,4 @@
-"""Which samples a step reads: a pure function of (run file, step, skip ledger), and of nothing else.
+"""Maps a step to its samples: a pure function of (run file, step, skip ledger).
 
 Seeking to any step costs the same, nothing is replayed, and the number of ranks does not enter: each rank
 takes its slice of the one global batch. The S samples of a step are the next S trained draws of its phase; a
@@ -71,7 +71,7 @@ class Sampler:
     def at_draws(
         self, phase: str, seq_len: int, draws: NDArray[np.uint64], step: int, ledger: SkipLedger = NO_SKIPS
     ) -> SampleIds:
-        """What draws of a phase read, trained or skipped, in the order asked for; `step` is only noted.
+        """Return the samples of draws of a phase, trained or skipped, as ordered; `step` is only noted.
 
         Of the ledger the entries of earlier phases count: they move where the phase begins.
         """
@@ -85,12 +85,12 @@ class Sampler:
         return SampleIds(step, seq_len, mixture.names, source, epoch, sample, draws)
 
     def skipped(self, skip: Skip, ledger: SkipLedger = NO_SKIPS) -> SampleIds:
-        """What an entry of the ledger leaves out, by rising draw."""
+        """Return the samples of a skip ledger entry, by rising draw."""
         draws = np.arange(skip.start, skip.stop, dtype=np.uint64)
         return self.at_draws(skip.phase, self.timeline.seq_len_of(skip.phase), draws, skip.step, ledger)
 
     def starts(self, phase: str, ledger: SkipLedger) -> Mapping[str, Position]:
-        """Where the phases before have left each source of a phase. A step of a phase asks for no more."""
+        """Return each source's position at the start of a phase."""
         known = self._starts.get((phase, ledger))
         if known is None:
             known = self._walked(phase, ledger)
@@ -110,7 +110,7 @@ class Sampler:
         return position
 
     def moved(self, starts: Mapping[str, Position], phase: str, draws: int) -> dict[str, Position]:
-        """Where `draws` draws of a phase leave the sources that it takes of those in `starts`."""
+        """Return each source's position after `draws` draws of a phase, from those in `starts`."""
         mixture, seq_len = self.mixtures[phase], self.timeline.seq_len_of(phase)
         counts = zip(mixture.names, mixture.draws_of_source_before(draws), strict=True)
         return {

@@ -173,7 +173,7 @@ def find_tokenizer_problems(folder: Path, sources: Iterable[TokenSource]) -> lis
 
 
 def find_tokenizer_warnings(folder: Path, sources: Iterable[TokenSource]) -> list[str]:
-    """Why nobody can say that ids mean the same text to the model in `folder` and in a source."""
+    """Warn where nobody can tell whether ids mean the same text to the model in `folder` and in a source."""
     if not (folder / _TOKENIZER).is_file():
         return [
             f"{folder} has no {_TOKENIZER}, so the sources' tokenizer could not be compared with the model's"
@@ -208,7 +208,7 @@ def _parse_json(name: str, text: str) -> Any:
 
 
 def find_name_problem(name: str, kind: Literal["dataset", "model"]) -> str | None:
-    """Why a name that is no path here is not on the hub either; None if it is there, or nobody may ask.
+    """Return why a name that is no path is not on the hub either; None if it is, or cannot be asked.
 
     The hub is asked once and briefly: the libraries that download would try again for half a minute.
     """
@@ -241,7 +241,7 @@ def format_first_line(error: Exception) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Whether a name is like NAME or OWNER/NAME (with :CONFIG), and not like that of a file."""
+    """Return whether a name is like NAME or OWNER/NAME (with :CONFIG), and not like a file's."""
     repository = name.partition(":")[0]
     return bool(_REPOSITORY.fullmatch(repository)) and not _FILE_ENDING.search(repository)
 
@@ -259,7 +259,7 @@ def _read_files(name: str) -> dict[str, str]:
 
 
 def _fetch_hub_files(name: str, wanted: Sequence[str]) -> dict[str, str]:
-    """From the hub, or from what is cached of it where the hub cannot be had."""
+    """Fetch files from the hub, or from its cache where the hub cannot be reached."""
     problem = find_name_problem(name, "model")
     files: dict[str, str] = {}
     if _is_hub_name(name):

@@ -1,4 +1,4 @@
-"""How much of each source a run reads, phase by phase, and how much of it twice: known before it starts.
+"""How much of each source a run reads in each phase, and how often twice, known before it starts.
 How much of it has been read up to a step is known by the same arithmetic.
 
 An epoch is passed when each of its chunks was read or left out: what is left out where a phase takes samples
@@ -23,7 +23,7 @@ from ds_pretrain.data.sampler import NO_SKIPS, Sampler
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What one phase reads of one source; skipped draws count as read."""
+    """The use of one source in one phase; skipped draws count as read."""
 
     source: str
     phase: str
@@ -68,7 +68,7 @@ def compute_usage(sampler: Sampler, ledger: SkipLedger = NO_SKIPS) -> list[Sourc
 
 @dataclass(frozen=True)
 class SourceRead:
-    """What the steps up to one have read of one source."""
+    """The use of one source up to a step."""
 
     tokens: int  # trained on
     skipped_tokens: int  # left out by the ledger
@@ -78,7 +78,7 @@ class SourceRead:
 
 
 def read_so_far(sampler: Sampler, step: int, ledger: SkipLedger = NO_SKIPS) -> dict[str, SourceRead]:
-    """What `step` finished steps have read of each source. Shares are of the phase of the last of them."""
+    """Return the use of each source by `step` finished steps. Shares are of the phase of the last step."""
     tokens, skipped = dict.fromkeys(sampler.chunks, 0), dict.fromkeys(sampler.chunks, 0)
     epochs = dict.fromkeys(sampler.chunks, 0.0)
     current = sampler.timeline.at(max(0, step - 1)).phase
@@ -107,7 +107,7 @@ def read_so_far(sampler: Sampler, step: int, ledger: SkipLedger = NO_SKIPS) -> d
 def _count_trained(
     sampler: Sampler, phase: str, draws: int, ledger: SkipLedger
 ) -> dict[str, tuple[int, int]]:
-    """Of the first `draws` draws of a phase those trained on and those skipped, of each source."""
+    """Count the trained and the skipped draws of each source among the first `draws` draws of a phase."""
     mixture = sampler.mixtures[phase]
     before = np.array(mixture.draws_of_source_before(draws))
     skipped = np.zeros_like(before)
@@ -146,7 +146,7 @@ def find_step_beyond(
 def format_usage(
     sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
 ) -> Iterator[str]:
-    """What a person is told of the data of a run, warnings last."""
+    """Format the use of the run's data, warnings last."""
     yield from format_forecast(sampler, sources, ledger)
     used = {name: sources[name] for name in sampler.chunks}
     yield from (f"warning    {words}" for words in find_overlaps(used))
@@ -155,7 +155,7 @@ def format_usage(
 def format_forecast(
     sampler: Sampler, sources: Mapping[str, TokenSource], ledger: SkipLedger = NO_SKIPS
 ) -> Iterator[str]:
-    """Of these, what a skip changes."""
+    """Format the part of the usage that a skip changes."""
     uses = compute_usage(sampler, ledger)
     names = list(dict.fromkeys(use.source for use in uses))
     one_phase = len(_count_by_phase(sampler)) == 1

@@ -1,4 +1,4 @@
-"""What a validation reads: fixed samples, and prompts that hide a key in them. The same at every validation
+"""Validation data: fixed samples, and prompts that hide a key in them. The same at every validation.
 and on every rank.
 
 A prompt asks for its key at the end: does a window of this length work? After the passkey of Mohtashami &
@@ -86,7 +86,7 @@ def make_prompts(chosen: ValidationSet) -> Prompts:
 
 
 def score_prompts(prompts: Prompts, nll: NDArray[np.float64]) -> dict[str, dict[str, float]]:
-    """By length and depth, the share of the key's surprise that hiding it in the text took away.
+    """Return, by length and depth, the share of the key's loss that its first appearance in the text removed.
 
     `nll` [lengths * NUM_PLACES] are sums over the keys' tokens. 1: the model is certain of the key. 0: it
     might as well not be there. Below 0: the text with the key misleads it.
@@ -115,7 +115,7 @@ def _build_prompt(
 def _find_separators(
     source: TokenSource, picked: NDArray[np.int64], texts: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """What ends documents: the id that the source names, or, if it names none, the ends of those in `texts`.
+    """Return the tokens that end documents: the source's own id, or the last ones of those in `texts`.
 
     `picked` says which samples the texts [n, T + 1] are.
     """

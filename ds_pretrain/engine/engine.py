@@ -38,7 +38,7 @@ DocumentInputs = Callable[[Tensor, torch.device], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did. The same on every rank."""
+    """The outcome of one optimizer step. The same on every rank."""
 
     applied: bool
     grad_norm: float | None  # over the window and all ranks, before clipping; None when not finite. A number
@@ -86,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def learning_rates(self) -> list[float]:
-        """The learning rates in the live parameter groups."""
+        """The learning rates in the optimizer's groups now."""
         ...
 
     def snapshot_bytes(self) -> int:
@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path, tag: str) -> None:
-        """Read them back, on the same number of ranks."""
+        """Load a checkpoint saved by this number of ranks; nothing remains of an open accumulation window."""
         ...
 
     def load_universal(self, folder: Path, tag: str, optimizer_steps: int) -> list[str]:
@@ -109,7 +109,7 @@ class Engine(Protocol):
         ...
 
     def group_members(self) -> list[tuple[str, list[str]]]:
-        """The name of each parameter group and the names of its parameters."""
+        """The parameter groups and their members, as the optimizer holds them."""
         ...
 
     def digest(self) -> str:
@@ -263,7 +263,7 @@ class ZeroEngine:
             self._engine.train()
 
     def learning_rates(self) -> list[float]:
-        """As the optimizer sees them now."""
+        """The learning rates in the optimizer's groups now."""
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
     def snapshot_bytes(self) -> int:
@@ -306,7 +306,7 @@ class ZeroEngine:
         return failures[0] if failures else None
 
     def load(self, folder: Path, tag: str) -> None:
-        """As this number of ranks saved it; nothing is left of a window that was open."""
+        """Load a checkpoint saved by this number of ranks; nothing remains of an open accumulation window."""
         self._await_copies()
         partitions.load(self._engine, folder, tag)
 
@@ -316,7 +316,7 @@ class ZeroEngine:
         return partitions.load_universal(self._engine, folder, tag, optimizer_steps)
 
     def group_members(self) -> list[tuple[str, list[str]]]:
-        """As the optimizer holds them."""
+        """The parameter groups and their members, as the optimizer holds them."""
         return partitions.list_group_members(self._engine)
 
     def _await_copies(self) -> None:

@@ -142,7 +142,7 @@ def repair_steps(engine: Any, step: int) -> None:
 
 
 def find_differences(engine: Any, folder: Path, step: int) -> list[str]:
-    """Where this rank is not bit for bit what the universal checkpoint in `folder` holds; empty if it is."""
+    """Return where this rank differs bitwise from the universal checkpoint in `folder`; empty if nowhere."""
     found = []
     for part in list_parts(engine):
         for key, mine in {"fp32": part.master, **part.moments}.items():
@@ -233,7 +233,7 @@ def _find_place(optimizer: Any) -> tuple[int, int]:
 
 @contextmanager
 def _map_files(engine: Any) -> Iterator[None]:
-    """While it lasts, DeepSpeed maps files where it would read them, and no mapping outlives it."""
+    """Inside it, DeepSpeed maps files instead of reading them; no mapping outlives it."""
     reader, inner = engine.checkpoint_engine, engine.optimizer.optimizer
     take_over = inner.load_state_dict
 

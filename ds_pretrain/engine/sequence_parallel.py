@@ -85,7 +85,7 @@ class SequenceParallel:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """While it lasts, each rank computes whole rows by itself."""
+        """Inside it, each rank computes whole rows by itself."""
         self._is_whole = True
         try:
             yield

@@ -20,7 +20,7 @@ _NORM_FUNCTIONS = ("combine_grad_norm_groups", "get_global_norm_of_tensors")  # 
 
 @contextmanager
 def skip_updates_above(optimizer: Any, limit: float | None) -> Iterator[list[float]]:
-    """While open, a step of this ZeRO optimizer is left out if its norm is above the limit. None: never.
+    """Inside it, the ZeRO optimizer skips a step whose norm is above the limit. None: never.
 
     The list then holds that norm; it stays empty if the update is applied, or was no number by itself.
 

@@ -1,4 +1,4 @@
-"""What reaches the ranks on other hosts, and how it survives the way there.
+"""The environment variables that reach the ranks on other hosts, and how they are quoted on the way.
 
 `deepspeed` builds one shell command line and hands it to pdsh and ssh. On the way a value meets DeepSpeed's
 quoting (double quotes around anything unusual, nothing escaped), pdsh (which replaces `%h`, `%n`, `%u`, `%%`)

@@ -133,7 +133,7 @@ def _parse(lines: list[str]) -> tuple[list[Host], list[str]]:
 
 
 def _guess(line: str) -> str:
-    """What the writer of a bad line may have meant."""
+    """Guess what the writer of a bad line meant."""
     if re.search(r"\s\S+$", line) is None or "=" not in line:
         return "; the number of slots is missing"
     if re.search(r"slots\s*=\s+|slots\s+=", line):

@@ -36,7 +36,7 @@ each() {
 
 
 def list_alive_ranks(records: Sequence[RankRecord], hosts: Sequence[Host]) -> tuple[RankRecord, ...]:
-    """Those of `records` whose process lives. A host that does not answer counts as gone, and is reported."""
+    """List the records whose process lives. A silent host counts as gone, and is reported."""
     return _signal(records, hosts, 0)
 
 

@@ -134,7 +134,7 @@ def _leave_nothing(
 
 
 def _exit_code(launcher: int, recorded: int | None) -> int:
-    """What the command returns, from the launcher's code and from the one that rank 0 wrote down.
+    """Return the command's exit code from the launcher's code and the one that rank 0 wrote.
 
     The launcher passes on one rank's code, with several ranks not always the telling one, and it says 0 when
     its own child died of a signal. Rank 0's word is needed for success and preferred for failure.

@@ -118,7 +118,7 @@ def _count_positions(begins: Tensor) -> Tensor:
 
 
 def _build_bounds(begins: Tensor, device: torch.device) -> dict[str, Any]:
-    """Where documents begin in the rows laid end to end, and the end: [N + 1] int32; the longest one."""
+    """Return the document boundaries of the rows laid end to end, [N + 1] int32, and the longest document."""
     first = begins.flatten().nonzero()[:, 0]  # [N]
     bounds = torch.cat([first, first.new_tensor([begins.numel()])])  # [N + 1]
     longest = int(bounds.diff().max())

@@ -1,4 +1,4 @@
-"""What is wrong with a model config before a model is built: its keys and values, masks, shared sequences.
+"""Checks a model config before a model is built: keys, values, masks, sequence parallelism.
 
 Sizes are compared by arithmetic. What a family reads, and what it takes where a config is silent, is asked of
 its Transformers config class, which is imported inside functions alone: without Transformers, and inside
@@ -76,7 +76,7 @@ _asks_transformers = True
 
 @contextmanager
 def hide_transformers() -> Iterator[None]:
-    """Inside it, configs are checked as on a machine that has no Transformers: in milliseconds."""
+    """Inside it, configs are checked as on a machine without Transformers: in milliseconds."""
     global _asks_transformers
     before, _asks_transformers = _asks_transformers, False
     try:
@@ -166,7 +166,7 @@ def check_model(config_text: str, *, qk_norm: bool = False, name: str = NAME) ->
 
 
 def check_qk_norm(config: Mapping[str, Any]) -> str | None:
-    """Why this family cannot have QK-norm, or None if it can."""
+    """Return why this family cannot have QK-norm, or None if it can."""
     family = config["model_type"]
     if family in QK_NORM_ADDABLE or family in QK_NORM_NATIVE:
         return None
@@ -186,7 +186,7 @@ def check_qk_norm(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a family's config class says of a config."""
+    """A model config as the family's config class reads it."""
 
     config: Any  # None if it is refused
     by_key: dict[str, str]  # key to problem, for values of another type than declared
@@ -254,7 +254,7 @@ def _silence_transformers() -> Iterator[None]:
 
 
 def _check_family(family: str) -> str | None:
-    """Why `family` is not a decoder-only language model of text, or None if it is one."""
+    """Return why `family` is not a decoder-only language model of text, or None if it is one."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
@@ -397,7 +397,7 @@ def _check_experts(parsed: Any) -> Iterator[str]:
 
 
 def check_masking(config: Mapping[str, Any], attention: str | None) -> list[str]:
-    """Why `model.mask_documents` would not hold for a model config and a kernel; empty if nothing is known.
+    """Find why `model.mask_documents` would not hold for a model config and a kernel.
 
     `refuse_leaks` of `attention` tries the real model.
     """
@@ -408,7 +408,7 @@ def check_masking(config: Mapping[str, Any], attention: str | None) -> list[str]
 def warn_of_large_masks(
     config: Mapping[str, Any], attention: str | None, rows: int, seq_len: int, dtype: str, where: str
 ) -> list[str]:
-    """That the masks of a micro-batch of `rows` sequences take much memory, at T x T entries each.
+    """Warn if the masks of a micro-batch of `rows` sequences take much memory, at T x T entries each.
 
     `dtype` is that of the activations, "bf16" or "fp32".
     """
@@ -456,7 +456,7 @@ def _check_kernel(attention: str | None) -> Iterator[str]:
 
 
 def _check_mixing(config: Mapping[str, Any]) -> Iterator[str]:
-    """What lies between tokens of a family beside masked attention, or is placed by something else."""
+    """Find layers that mix tokens other than by masked attention, or place them by something else."""
     if (parsed := read_config(config)) is None:
         return
     family = parsed.model_type
@@ -470,7 +470,7 @@ def _check_mixing(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_sequence_parallel_attention(config: Mapping[str, Any], num_sharing: int, longest: int) -> list[str]:
-    """Why `num_sharing` ranks cannot share the sequences of a model, the longest of which has so many tokens.
+    """Find why `num_sharing` ranks cannot share a model's sequences of up to `longest` tokens.
 
     The exchange of tokens for heads leaves attention causal over whole rows and nothing else: no mask, no
     window. `refuse_unlike` of the engine tries the model.
@@ -481,7 +481,7 @@ def check_sequence_parallel_attention(config: Mapping[str, Any], num_sharing: in
 
 
 def _check_heads(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> Iterator[str]:
-    """In attention each rank has whole heads."""
+    """Check that the ranks can divide the attention heads."""
     key = next((key for key in HEADS_KEYS if key in config), HEADS_KEYS[0])
     heads, pairs = (getattr(parsed, k, config.get(k)) for k in (key, "num_key_value_heads"))
     if _is_size(heads) and heads % num_sharing:
@@ -494,7 +494,7 @@ def _check_heads(config: Mapping[str, Any], parsed: Any, num_sharing: int) -> It
 
 
 def _check_windows(longest: int, parsed: Any) -> Iterator[str]:
-    """What lies between the tokens of a row beside causal attention, or follows the length of the input."""
+    """Find layers that mix tokens other than by causal attention, or depend on the input's length."""
     family, window = parsed.model_type, getattr(parsed, "sliding_window", None)
     if _describe_foreign_kinds(parsed):
         yield f'and "{family}" has layers that are not plain attention, which need whole rows; {_OTHER_SIZE}'

@@ -127,7 +127,7 @@ def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) ->
 
 
 def expect_values(values: Tensor) -> _Asked:
-    """What the weights have to be where they were not drawn: these very values."""
+    """Expect weights to be these very values, where they were not drawn."""
     moments = _measure(values)
     return _Asked(moments.mean, moments.std, sampled=False)
 
@@ -212,7 +212,7 @@ def _initialize_by_family(
 
 @contextmanager
 def _hold_on_cpu_as_nan(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Inside it the parameters are fp32, on the CPU, and NaN: draws then depend on no device or dtype."""
+    """Inside it the parameters are fp32, on the CPU, and NaN, so draws depend on no device or dtype."""
     constructed = [parameter.data for parameter in parameters]
     try:
         for parameter in parameters:

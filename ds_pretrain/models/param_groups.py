@@ -1,4 +1,4 @@
-"""Which parameters decay: projections do; norms, biases and embeddings do not unless asked."""
+"""Optimizer parameter groups: projections decay; norms, biases and embeddings do not unless asked."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,7 @@
 """The weights of a public model that a run begins with: what its files hold, and their way into the model.
 
 Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the tensors).
-`read_pretrained` reads headers and a few samples, without torch, which is imported only where values are read.
+`read_pretrained` reads headers and a few samples, without torch: only reading values imports it.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Pretrained:
 
 
 def read_pretrained(folder: Path, setting: str) -> Pretrained:
-    """What is there. `setting` names the key of the run file.
+    """Read the headers of a model's weights. `setting` names the key of the run file.
 
     Raises:
         InputError: no such folder, no safetensors in it, or files that are missing or cut short.
@@ -245,7 +245,7 @@ def check_pretrained(model: Any, pretrained: Pretrained) -> list[str]:
 
 
 def _find_stored_names(model: Any, pretrained: Pretrained) -> dict[str, list[str]]:
-    """For each parameter, by its first name: its keys in `base`, of which a tied one may have several."""
+    """Map each parameter's first name to its keys in `pretrained`; a tied one may have several."""
     from ds_pretrain.models.param_groups import iterate_parameters
 
     owned = {id(parameter): name for name, _, parameter in iterate_parameters(model)}

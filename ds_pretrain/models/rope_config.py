@@ -150,7 +150,7 @@ def read_rope_state(model: Mapping[str, Any]) -> RopeState:
 def check_rope_change(
     model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
 ) -> list[str]:
-    """Why a phase cannot have this rope and length on this model config; empty if it can.
+    """Find why a phase cannot have this rope and length on this model config; empty if it can.
 
     `where` names the setting, like "phases.long.rope"; `model` is the config of the phase before.
     """
@@ -196,7 +196,7 @@ def check_rope_values(model: Mapping[str, Any], name: str) -> list[str]:
 def warn_of_rope_change(
     model: Mapping[str, Any], rope: RopeSection | None, seq_len: int, where: str
 ) -> list[str]:
-    """What is allowed and seldom meant: sequences beyond the model's positions with nothing done for them.
+    """Warn of what is allowed and seldom meant: sequences beyond the model's positions without a scaling.
 
     Also a theta that falls. Raising it alone is a way to extend a context (arXiv:2309.16039) and is not
     warned of.
@@ -244,7 +244,7 @@ def _build_changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]
 
 
 def _check_layout(model: Mapping[str, Any], read: RopeState) -> str | None:
-    """Why a change cannot be put into this config, or None if it can."""
+    """Return why a change cannot be written into this config, or None if it can."""
     if model.get("rope_parameters") and model.get("rope_scaling"):
         return 'the model config has both "rope_parameters" and "rope_scaling"; keep the first alone'
     if read.others and not read.table:

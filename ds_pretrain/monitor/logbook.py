@@ -210,7 +210,7 @@ def _format_head(
 
 
 def _format_now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
-    """Where the run stood when the last record was written."""
+    """Say where the run stood when the last record was written."""
     last = _find_last(newest, *_STARTS, *_ENDS)
     if last is None:
         return f"running, {_format_time(newest[0])}." if newest else "nothing has happened yet."
@@ -254,7 +254,7 @@ def _format_events(oldest_first: Sequence[Record]) -> Iterator[str]:
 
 
 def _group_key(numbered: tuple[int, Record]) -> tuple[Any, ...]:
-    """What records in a row share that are one line; others share nothing."""
+    """Return the fields that consecutive records must share to become one line; None for others."""
     index, record = numbered
     small = record.get("event") in ("skipped_update", "watchdog")
     shared = (record.get(name) for name in ("event", "cause", "trouble", "action"))
@@ -284,7 +284,7 @@ def _describe_event(record: Record) -> str:
 
 
 def _describe_outcome(record: Record) -> str:
-    """How an incident has ended, as far as this record of it tells."""
+    """Say how an incident ended, as far as this record knows."""
     if record.get("event") == "needs_operator":
         return "needs a person"
     return _format_plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
@@ -318,7 +318,7 @@ def _format_incident(records: Sequence[Record], outcome: str) -> Iterator[str]:
 
 
 def _format_decision(record: Record) -> Iterator[str]:
-    """What was seen, what was decided, and what is skipped for it."""
+    """Format an incident's evidence, its decision, and the data that is skipped."""
     yield f"Seen: {_format_line(record.get('message'))}."
     if plot := _draw_curve(record):
         yield _format_block(*plot.splitlines())
@@ -402,7 +402,7 @@ def _draw_curve(record: Record) -> str | None:
 
 
 def describe_worst_rank(record: Record) -> str | None:
-    """Which rank stood out most at a step of the trouble, and on which host; None for one rank or unknown.
+    """Name the rank and host whose loss stood out most at the onset; None for one rank or if unknown.
 
     That is the first rank without a finite loss, else the one furthest above the median of the others. Of
     ranks that share sequences, which have one loss, it is their group.

@@ -1,4 +1,4 @@
-"""What the run tells people: throughput, MFU, goodput and ETA, sent to every sink. It never stops training.
+"""The metrics of a run (throughput, MFU, goodput, ETA), sent to every sink. It never stops training.
 
 Every rank holds a Monitor and calls it on the same lines; only rank 0's does something, and nothing here is
 collective.

@@ -31,7 +31,7 @@ class Terminal:
             self._stream = None
 
     def close(self) -> None:
-        """Nothing is held back, so nothing is left to do."""
+        """Do nothing: no record is held back."""
 
 
 def format_step(record: Mapping[str, Any], last_step: int) -> str:
@@ -78,7 +78,7 @@ def format_event(record: Mapping[str, Any]) -> str:
 
 
 def _format_validation(source: str, record: Mapping[str, Any]) -> str:
-    """Its mean loss, those of the last two buckets of positions, and the scores at the longest prompts."""
+    """Format a source's mean loss, the last two position buckets, and the longest prompts' scores."""
     text = f"{source} {_format_fixed(record['losses'][source], 4)}"
     ends = list(record.get("by_position", {}).get(source, {}).items())[-2:]
     if ends:
@@ -90,7 +90,7 @@ def _format_validation(source: str, record: Mapping[str, Any]) -> str:
 
 
 def _read(name: str, source: Mapping[str, Any]) -> str:
-    """What was read of a source, and its share of the phase beside the one that it has by weight."""
+    """Format the tokens read from a source, and its share beside its mixture weight."""
     text = f"{name} {format_count(source['tokens'])} tokens, {format_epochs(source['epochs'])}"
     if source["skipped_tokens"]:
         text += f", {format_count(source['skipped_tokens'])} skipped"

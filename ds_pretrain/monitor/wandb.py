@@ -28,7 +28,7 @@ _NESTED = (list, tuple, Mapping)
 
 @dataclass(frozen=True)
 class WandbRun:
-    """Which W&B run to write to. The caller keeps `id` in the run directory: every restart must find it."""
+    """The W&B run to write to. The caller keeps `id` in the run directory: every restart must find it."""
 
     id: str
     project: str

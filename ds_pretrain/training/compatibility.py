@@ -1,4 +1,4 @@
-"""What a start may change of its run: what lies ahead may still change, and what is past may not.
+"""Decides which changes of the run file a resume accepts: those that lie ahead, and no past ones.
 
 The identity of a run is all that fixes where its weights go, with phases, batches and schedule in steps. Each
 checkpoint and `run.json` keep it, as JSON has it; what the finished steps have met of it is compared.
@@ -89,7 +89,7 @@ def _list_batch_sizes(plan: Plan) -> list[list[int]]:
 
 
 def _select_trajectory_keys(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the DeepSpeed JSON fixes where the weights go, apart from how it is computed.
+    """Select the keys of the DeepSpeed JSON that decide the weights' trajectory.
 
     A load brings the saved options of the optimizer back: another value would be ignored in silence.
     """
@@ -219,7 +219,7 @@ def _describe_phase_identity(phase: Mapping[str, Any]) -> str:
 
 
 def find_config_differences(plan: Plan, base: Pretrained) -> Iterator[str]:
-    """What a config of one's own says of a loaded model that its own does not: the weights would not fit."""
+    """Find where an own model config contradicts the loaded model's: the weights would not fit."""
     if (own := base.folder / "config.json") == Path(plan.run.model.config):
         return
     theirs = parse_json(read_text(own, f"{plan.run_path}: model.pretrained"), str(own))
@@ -236,7 +236,7 @@ def find_config_differences(plan: Plan, base: Pretrained) -> Iterator[str]:
 def check_directory(
     plan: Plan, data: Mapping[str, str], known: KnownRun | None = None, origin: KnownRun | None = None
 ) -> list[str]:
-    """Why this plan cannot go on in its run directory; empty if it can, or if the directory is new.
+    """Find why this plan cannot resume in its run directory; empty if it can, or if the directory is new.
 
     `data` describes the content of each source. `known` is what the newest checkpoint remembers: a kill may
     have come between its publication and the note of it in the record, and the record may be lost. `origin`
@@ -265,7 +265,7 @@ def check_directory(
 
 
 def find_differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> list[str]:
-    """What of the run's past, as its record has it, the plan says otherwise; both values of each."""
+    """Find where the plan contradicts the run's recorded past; names both values."""
     if record.name != plan.run.name:
         return [
             f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; "

@@ -1,4 +1,4 @@
-"""What changes from phase to phase: the order of the data, the positions of the model. No torch."""
+"""The data order and the model positions of each phase. No torch."""
 
 import json
 from collections.abc import Mapping

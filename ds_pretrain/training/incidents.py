@@ -1,4 +1,4 @@
-"""What is told of an incident: each rank's loss, what a replay showed, how it ended.
+"""Records and reports an incident: each rank's loss, what a replay showed, how it ended.
 
 Nothing here decides anything. Every rank holds the same value of what it knows; only rank 0 reads the record
 of the run, and only its monitor writes.
@@ -49,7 +49,7 @@ class Incidents:
         self._observed: str | None = None  # the kind of trouble that mode "observe" has last told
 
     def list_unreported(self, state: RunState) -> tuple[str, ...]:
-        """What a crash has kept from being told of the newest rollback, if its outcome is still to come."""
+        """List the events of the newest, still open rollback that a crash kept from being reported."""
         number = len(state.rollbacks)
         if number > len(
             read_rollback_log(self._plan.out).rollbacks
@@ -168,7 +168,7 @@ class Incidents:
         )
 
     def record_observation(self, step: int, verdict: Verdict, response: Response) -> None:
-        """What would be done, if the watchdog might do it: each trouble once. On rank 0."""
+        """Report what the watchdog would do in mode "act": once for each streak. On rank 0."""
         if self._observed == verdict.kind:
             return
         self._observed = verdict.kind

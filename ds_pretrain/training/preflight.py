@@ -72,7 +72,7 @@ class Inputs:
 
     @cached_property
     def data(self) -> dict[str, str]:
-        """What each training source holds, and the weights. Runs remember these very texts."""
+        """Describe the content of each training source and of the weights. Runs remember these very texts."""
         texts = {
             name: f"{source.num_tokens} tokens, {source.num_documents} documents, {source.fingerprint()[:16]}"
             for name, source in self.sources.items()
@@ -149,7 +149,7 @@ def find_problems(plan: Plan, inputs: Inputs, world_size: int | None, world_sour
 
 
 def _check_sequence_parallel(plan: Plan) -> list[str]:
-    """Why ranks cannot share the sequences of this run (`sequence_parallel_size`)."""
+    """Find why sequence parallelism cannot work in this run (`sequence_parallel_size`)."""
     if (num_sharing := plan.sequence_parallel_size) == 1:
         return []
     longest = max(phase.seq_len for phase in plan.run.phases)
@@ -212,7 +212,7 @@ def prepare_inputs(plan: Plan, world: World) -> Inputs:
 
 
 def _compute_digest(plan: Plan, inputs: Inputs) -> str:
-    """What this rank has read: equal only if it would train the same run."""
+    """Hash this rank's inputs: equal hashes train the same run."""
     data = {**inputs.data, **{name: source.fingerprint() for name, source in inputs.validation.items()}}
     texts = (plan.run_text, plan.deepspeed_text, plan.model_text, *plan.overrides, json.dumps(data))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
@@ -312,7 +312,7 @@ def _check_tokenizers(inputs: Inputs) -> Iterator[str]:
 
 
 def _check_pretrained(plan: Plan, inputs: Inputs) -> list[str]:
-    """What does not go with the weights that the run begins with."""
+    """Find what does not fit the pretrained weights."""
     if (pretrained := inputs.pretrained) is None:
         return []
     problems = [
@@ -398,7 +398,7 @@ def _format_masks(plan: Plan, precision: str) -> Iterator[str]:
 
 
 def _describe_separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
-    """How often a document ends in a source, if that can be told, and what is odd about it."""
+    """Say how often a document ends in a source, if known, and warn if it is odd."""
     report = describe_source(source)
     rate = report.eos_per_million
     return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings
@@ -425,7 +425,7 @@ def format_lr_summary(plan: Plan) -> Iterator[str]:
 
 
 def _compute_lr(plan: Plan, step: int) -> float:
-    """Of a run in which no update is dropped; a schedule may have a corner at its very end."""
+    """Return the lr of a run without skipped updates; a schedule may have a corner at its very end."""
     return plan.lr(min(step, plan.last_step - 1), step)
 
 
@@ -488,7 +488,7 @@ def check_data(plan: Plan, sources: Mapping[str, TokenSource]) -> list[str]:
 
 
 def format_curriculum(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterator[str]:
-    """What a person is told of it."""
+    """Format the phases for the start summary."""
     model: dict[str, Any] = dict(plan.model)
     for phase in plan.run.phases if uses_transformers() else ():
         warnings = warn_of_rope_change(model, phase.rope, phase.seq_len, f"phases.{phase.name}")
@@ -505,7 +505,7 @@ def format_curriculum(plan: Plan, sources: Mapping[str, TokenSource]) -> Iterato
 
 
 def format_skips(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLedger) -> Iterator[str]:
-    """What the skips of a run that goes on have changed in the use of its data; nothing without skips.
+    """Format how a resumed run's skips changed the use of its data; nothing without skips.
 
     A `max_epochs` that is passed because of them is a warning: it was kept when the run was started.
     """

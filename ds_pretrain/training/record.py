@@ -47,7 +47,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What `run.json` remembers from start to start."""
+    """The content of `run.json`, kept from start to start."""
 
     name: str
     identity: Mapping[str, Any]
@@ -79,7 +79,7 @@ class KnownRun:
 
     @staticmethod
     def of(folder: Path, manifest: Manifest, state: RunState) -> "KnownRun":
-        """What the checkpoint in a folder says."""
+        """Return the run that a checkpoint folder describes."""
         return KnownRun(
             str(folder.absolute()),
             manifest.step,
@@ -91,7 +91,7 @@ class KnownRun:
 
 
 def read_record(out: Path) -> RunRecord | None:
-    """What the directory remembers, or None if it holds no run.
+    """Read the record of a run directory; None if it holds no run.
 
     Raises:
         InputError: the record is there and cannot be read.

@@ -1,4 +1,4 @@
-"""Where a start begins: at its run's own checkpoint, at that of another, or at step 0.
+"""Decides where a start begins: its own newest checkpoint, another run's, or step 0; then restores it.
 
 The probe of a checkpoint is a loss taken at each save and compared after each restore.
 """
@@ -39,7 +39,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What the command line asks of one start, and no run file says."""
+    """The options of one start, from the command line and in no run file."""
 
     stop_after: int | None = None  # this step ends the start as a request to stop would
     trust_pickle: bool = False  # open a checkpoint at `resume_from` that has no manifest
@@ -49,7 +49,7 @@ DEFAULT_OPTIONS = StartOptions()
 
 
 def read_known_run(found: Found | None) -> KnownRun | None:
-    """What a checkpoint says of its run."""
+    """Return the run that a checkpoint describes."""
     return None if found is None else KnownRun.of(found.folder, found.manifest, found.state)
 
 
@@ -115,7 +115,7 @@ def resume(
 
 
 def report_changes(record: RunRecord, monitor: Monitor) -> None:
-    """What of the plan is another than at the start before: accepted, or still ahead."""
+    """Report the fields that differ from the previous start: accepted, or still ahead."""
     for change in record.changes:
         if change["attempt"] == record.attempt:
             field, old, new = (change[key] for key in ("field", "old", "new"))
@@ -125,7 +125,7 @@ def report_changes(record: RunRecord, monitor: Monitor) -> None:
 
 
 def refuse_step(found: Found | None, plan: Plan, options: StartOptions) -> None:
-    """What a start cannot mean by where the run stands."""
+    """Refuse a start that contradicts the step of its checkpoint."""
     stands = 0 if found is None else found.state.step
     if found is not None and stands > plan.last_step:
         raise mark_agreed(

@@ -155,7 +155,7 @@ class Watchdog:
     def _find_high_loss_samples(
         self, after: RunState, engine: Engine, loader: BatchLoader, ledger: SkipLedger
     ) -> None:
-        """In what was read under `ledger`, by the weights that were gone back to. Collective."""
+        """Find the samples of highest loss in the steps read under `ledger`, by the restored weights. Collective."""
         rollback = after.rollbacks[-1]
         steps = find_offending_steps(rollback.onset, rollback.to_step, rollback.step)
         found = find_high_loss_samples(engine, loader, self._enter, steps, ledger, self._world)
@@ -271,7 +271,7 @@ def list_saved_steps(root: Path, rollbacks: Sequence[Rollback], known_good: bool
 
 
 def list_uploaded_steps(storage: StorageLayout, known_good: bool) -> list[int]:
-    """Those at the remote place; what was left has no manifest there. A place that is silent has none."""
+    """List the known steps at the remote, without abandoned ones; empty if the remote does not answer."""
     if storage.remote is None:
         return []
     try:
@@ -333,7 +333,7 @@ def find_high_loss_samples(
 
 
 def _compute_mean_losses(rows: NDArray[np.float64], sp_size: int) -> list[float]:
-    """In nats a token, of each sample of a global batch; one that is no number is the strangest of all.
+    """Return the mean loss of each sample of a global batch, in nats a token; NaN counts as highest.
 
     `rows` [W, 2 * samples of a rank] are sums and counts; ranks that share their samples are neighbors.
     """

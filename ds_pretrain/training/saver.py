@@ -52,7 +52,7 @@ _POLL_SECONDS = 2.0  # how long other ranks wait in one collective
 
 
 class Uploads:
-    """What one start ships, on every rank; a host's leader has a process for it. Opening is collective."""
+    """The uploads of one start; each host's leader runs an upload process. Opening is collective."""
 
     def __init__(self, plan: Plan, storage: StorageLayout, world: World) -> None:
         self._plan, self._storage, self._world = plan, storage, world
@@ -133,11 +133,11 @@ class Saver:
 
     @property
     def progress(self) -> int:
-        """How far this rank's part of the save under way is; for the row of a step."""
+        """The progress of this rank's part of the current save, for the row of a step."""
         return self._saves.progress
 
     def is_due(self, state: RunState) -> bool:
-        """By steps and tokens, at the end of a phase, after the first and the last step."""
+        """Return whether a save is due by steps or tokens, at a phase's end, or at the first or last step."""
         step, timeline = state.step, self._plan.timeline
         if step in (1, self._plan.last_step) or timeline.ends_phase(step):
             return True
@@ -356,7 +356,7 @@ class Saver:
 
 
 def check_memory(engine: Engine, world: World, per_host: bool) -> tuple[bool, int]:
-    """Whether every host can hold its ranks' copies, and the bytes that go to one folder. Collective."""
+    """Return whether every host can hold its ranks' copies, and the bytes per folder. Collective."""
     asked = gather_objects(world, (platform.node(), engine.snapshot_bytes(), available_memory_bytes()))
     total = sum(size for name, size, _ in asked if not per_host or name == platform.node())
     for host in dict.fromkeys(host for host, _, _ in asked):

@@ -1,4 +1,4 @@
-"""From a plan to the parts that a loop needs, each opened and proved on every rank."""
+"""Opens the parts that the loop needs from a plan, each proved on every rank."""
 
 import json
 import platform
@@ -95,7 +95,7 @@ def require_shared_folder(folder: Path, world: World, patience_seconds: float = 
 
 
 def open_storage(plan: Plan, world: World) -> StorageLayout:
-    """Where this run's checkpoints are, proved to be there and to be what the run file says. Collective.
+    """Open the storage of the run's checkpoints, proved to be usable and to match the run file. Collective.
 
     Raises:
         InputError: a folder or a store cannot be used, or hosts share what must be each one's own.
@@ -147,7 +147,7 @@ def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
 
 
 def _read_newest_owner(remote: Remote) -> dict[str, Any]:
-    """Whose the newest checkpoint is at a place without a label."""
+    """Return the owner of the newest checkpoint at a remote without a label."""
     for step in remote.list_steps():
         manifest = parse_manifest((remote.read(step, MANIFEST) or b"").decode())
         return {"name": manifest.identity.get("name"), "run": manifest.wandb_id}

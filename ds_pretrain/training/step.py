@@ -19,7 +19,7 @@ from ds_pretrain.models.loss import cross_entropy_and_z, token_losses
 
 @dataclass(frozen=True)
 class RankSignals:
-    """What this rank was asked for, and how far its part of the save under way is."""
+    """The requests of one rank, and the progress of its part of the current save."""
 
     stop: bool
     save: bool
@@ -28,7 +28,7 @@ class RankSignals:
 
 @dataclass(frozen=True)
 class ReducedSignals:
-    """What all ranks now know beside the record: what any of them asked for, and of the state before."""
+    """The requests of all ranks, reduced, with what they know of the previous step."""
 
     stop: bool
     save: bool
@@ -146,7 +146,7 @@ def group_by_data_parallel_rank(rows: NDArray[np.float64], sp_size: int) -> NDAr
 
 
 def _compute_rank_losses(losses: NDArray[np.float64], world: World) -> tuple[float, ...]:
-    """Of R readers, for each rank."""
+    """Expand the losses of R data-parallel ranks to one for each rank."""
     if len(losses) == 1 and world.size > 1:
         return ()
     return tuple(losses.repeat(world.size // len(losses)).tolist())

@@ -30,7 +30,7 @@ from ds_pretrain.training.step import compute_token_losses, sum_losses
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a validation found, by source. Losses in nats a token."""
+    """The result of a validation, by source. Losses in nats a token."""
 
     losses: dict[str, float]  # the mean over all tokens
     by_position: dict[str, dict[str, float]]  # by the end of the bucket of positions; no tokens, no entry
@@ -94,7 +94,7 @@ def _ask(engine: Engine, prompts: Prompts, micro_batch_size: int, readers: World
 
 
 def _compute_positions(micro: MicroBatch) -> torch.Tensor:
-    """Of each token in its row, or in its document where these are told apart: [B, T]."""
+    """Return each token's position in its row, or in its document where documents are masked: [B, T]."""
     if micro.documents is None:
         return torch.arange(micro.labels.shape[1]).expand(micro.labels.shape)
     return document_positions(micro.documents)

@@ -30,7 +30,7 @@ ONSET_REACH = 5  # steps before the threshold was passed, at most
 
 
 class StepLike(Protocol):
-    """What is judged of a step; StepRecord has it, and so has a point of a recorded curve."""
+    """The fields of a step that are judged; StepRecord and points of recorded curves have them."""
 
     @property
     def step(self) -> int: ...
@@ -237,9 +237,9 @@ def _update_slow_level(settings: WatchdogSection, memory: WatchdogState) -> floa
 
 
 def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> float | None:
-    """The gradient norm above which the update to come, in `phase`, is dropped; None: none is.
+    """The gradient norm above which the next update, in `phase`, is skipped; None: no limit.
 
-    It is where `stats.compute_score` is `skip_update_sigmas`. None also while too little is known (a new phase),
+    It is where `stats.compute_score` is `skip_update_sigmas`. None also while too little is known,
     and once the norm was high for half of `patience`: then its level has changed and training must go on. The
     other half is left for a spike of the loss to heal in, which it cannot while the weights stand still.
     """
@@ -322,7 +322,7 @@ def _extend_norm_rise(
 
 
 def is_warm(settings: WatchdogSection, usual: RunningStats) -> bool:
-    """Whether enough is known to judge by: a quarter of the window."""
+    """Return whether enough values are known to judge: a quarter of the window."""
     return len(usual.residuals) >= max(1, settings.window // 4)
 
 

@@ -1,4 +1,4 @@
-"""What the watchdog's verdict leads to: which checkpoint to go back to, with which data, or to a person.
+"""Maps a rollback verdict to a response: which checkpoint, which data, or a stop for the operator.
 
 Pure. A step is named by its number, 1 for the first; a checkpoint by the steps finished when it was saved.
 """
@@ -17,7 +17,7 @@ Action = Literal["replay", "skip", "stop"]
 
 @dataclass(frozen=True)
 class Response:
-    """What to do, and why.
+    """The response to a verdict, and its reason.
 
     `to_step` is the checkpoint to go back to; after a "stop" the next start does, if there is one.
     """

@@ -1,4 +1,4 @@
-"""What a replay says: the same data from the same checkpoint, against the first time, bit for bit.
+"""Compares a replay with the first pass, bit for bit: the same data from the same checkpoint.
 
 Pure. A run is deterministic on the same ranks, so the first step that differs is where a fault passed: in a
 rank's forward pass, in the gradients, or in an update. No difference means that data or state did it.
@@ -17,7 +17,7 @@ Finding = Literal["passing_fault", "data_or_state", "other_ranks", "unknown"]
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What one step showed, and what each rank's loss was, where that is still known."""
+    """One step of a pass: its loss, norm, data checksum and, where known, each rank's loss."""
 
     loss: float
     grad_norm: float | None
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a replay showed, in one word and in a sentence."""
+    """The finding of a replay, as a word and as a sentence."""
 
     finding: Finding
     message: str
@@ -57,7 +57,7 @@ class Replay:
     num_other_ranks: int = 0  # steps that ran on another number of ranks the first time
 
     def after(self, step: int, again: ReplayedStep) -> "Replay":
-        """With one more step of the second pass."""
+        """Return the replay with one more step of the second pass."""
         first = self.first.get(step)
         if first is None:
             return self
@@ -71,7 +71,7 @@ class Replay:
 
 
 def find_difference(step: int, first: ReplayedStep, again: ReplayedStep) -> Difference | None:
-    """What differs, the cause before its effect."""
+    """Return the first difference, causes before effects."""
     if first.checksum != again.checksum:
         return Difference(step, "data")
     if first.rank_losses is not None and again.rank_losses is not None:
@@ -88,7 +88,7 @@ def find_difference(step: int, first: ReplayedStep, again: ReplayedStep) -> Diff
 
 
 def conclude(replay: Replay, came_back: bool) -> Comparison:
-    """What a replay shows once it has passed the place, or met the trouble again."""
+    """Conclude what a replay showed once it passed the onset, or met the same trouble again."""
     if replay.num_other_ranks:
         return Comparison(
             "other_ranks",

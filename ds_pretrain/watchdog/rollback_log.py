@@ -1,4 +1,4 @@
-"""The rollbacks of a run, on disk before it goes on from one: whatever dies then, the cure is continued.
+"""Write-ahead log of rollbacks, persisted before weights are loaded, so a crash resumes the rollback.
 
 `rollbacks.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint with fewer
 rollbacks lies on the branch that was left, if it is newer than what was gone back to; else a run goes on from
@@ -20,7 +20,7 @@ ROLLBACKS = "rollbacks.json"
 
 @dataclass(frozen=True)
 class RollbackLog:
-    """What a start has to know of the rollbacks before it."""
+    """The rollbacks before a start, which it must know."""
 
     rollbacks: tuple[Rollback, ...] = ()
     skips: tuple[Skip, ...] = ()
@@ -42,7 +42,7 @@ class RollbackLog:
 
 
 def read_rollback_log(out: Path) -> RollbackLog:
-    """What was written last; nothing if there has been no rollback.
+    """Read the rollback log; empty if there has been no rollback.
 
     Raises:
         InputError: the file is there and cannot be read.
@@ -62,7 +62,7 @@ def read_rollback_log(out: Path) -> RollbackLog:
 def write_rollback_log(out: Path, state: RunState, unreported: str | None = None) -> None:
     """Make a rollback or a stop count, all or nothing: `state` is the one that the run goes on from.
 
-    With `untold`, the diagnosis of a stop, the next start ends with it at once unless `mark_reported` came first.
+    With `unreported`, the diagnosis of a stop, the next start ends with it unless `mark_reported` came first.
     """
     rollback_log = RollbackLog(state.rollbacks, state.ledger.skips, unreported)
     write_point("cure")

@@ -1,4 +1,4 @@
-"""What is usual for a series, and how far from it a value lies: robust, bounded, blind to what was rejected.
+"""Rolling median and MAD statistics of a series; rejected values do not update them.
 
 The centre is the median of the last few accepted values, which follows a falling loss; how far values lie
 from that centre, one step ahead, is a series of its own, with a median (the lag behind a trend) and a spread
@@ -15,7 +15,7 @@ _MAD_TO_SIGMA = 1.4826
 
 
 def compute_score(usual: RunningStats, value: float, floor: float) -> float:
-    """How many spreads `value` lies above what is expected; a spread counts as at least `floor`.
+    """Return how many sigmas `value` lies above what is expected; a sigma is at least `floor`.
 
     At most twice as many as it lies above the centre: else the mere end of a steep fall would be a rise.
     """
@@ -38,7 +38,7 @@ def accept(usual: RunningStats, value: float, window: int) -> RunningStats:
 
 
 def count_recent(window: int) -> int:
-    """How many values the centre is taken over: few enough to follow a falling loss."""
+    """Return the number of values in the median: few enough to follow a falling loss."""
     return max(2, window * 3 // 20)
 
 
@@ -49,7 +49,7 @@ def compute_trend_and_sigma(residuals: tuple[float, ...]) -> tuple[float, float]
 
 
 def count_last_above(usual: RunningStats, sigmas: float, floor: float, most: int) -> int:
-    """How many of the last `most` accepted values, without a gap, lay `sigmas` spreads above the expected."""
+    """Count how many of the last `most` accepted values in a row lay `sigmas` sigmas above the expected."""
     limit = usual.trend + sigmas * max(usual.mad_sigma, floor)
     num = 0
     for residual in reversed(usual.residuals[-most:]):
