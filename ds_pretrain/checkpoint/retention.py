@@ -76,7 +76,7 @@ def prune(
     only_uploaded: bool = False,
     num_known_good: int = 1,
 ) -> None:
-    """Delete expired checkpoints, their universal forms, and leftovers of killed saves. On rank 0, after a save.
+    """Delete expired checkpoints, their universal forms, and what killed saves left. On rank 0.
 
     With `only_shipped`, one that is not whole at the other place yet stays until `2 * keep` newer ones are
     here: a store that does not answer must not fill the disk. The newest `num_calm` calm ones stay too: what

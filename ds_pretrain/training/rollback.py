@@ -155,7 +155,7 @@ class Watchdog:
     def _find_high_loss_samples(
         self, after: RunState, engine: Engine, loader: BatchLoader, ledger: SkipLedger
     ) -> None:
-        """Find the samples of highest loss in the steps read under `ledger`, by the restored weights. Collective."""
+        """Find the high-loss samples of the steps read under `ledger`, by the restored weights. Collective."""
         rollback = after.rollbacks[-1]
         steps = find_offending_steps(rollback.onset, rollback.to_step, rollback.step)
         found = find_high_loss_samples(engine, loader, self._enter, steps, ledger, self._world)
