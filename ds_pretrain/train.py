@@ -75,7 +75,7 @@ def train(
 
     Raises:
         InputError: something that an operator has to change; found before anything saved is touched.
-        NeedsPerson: the watchdog has nothing left to try.
+        NeedsOperator: the watchdog has nothing left to try.
         Preempted: asked to stop; everything is saved.
         NoProgress: every update of this start was dropped.
     """
@@ -124,7 +124,7 @@ def _finish_uploads(plan: Plan, uploads: Uploads, world: World) -> None:
     with uploads:
         uploads.finish(UPLOAD_PATIENCE_SECONDS)
     if world.is_main:
-        say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps are done; nothing is left")
+        say(sys.stdout, f"finished   {plan.out}: all {plan.last_step:,} steps done")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,9 @@ def _train_from(state: RunState, run: _Run) -> None:
         elif stops:
             run.monitor.event("stop", step=state.step)
             saver.finish_uploads(STOP_PATIENCE_SECONDS)
-            raise Preempted(f"stopped after step {state.step:,}, saved; the same command goes on from there")
+            raise Preempted(
+                f"preempted at step {state.step:,}, checkpoint saved; rerun the same command to resume"
+            )
 
 
 def _report(state: RunState, seq_len: int, run: _Run) -> None:

@@ -69,11 +69,9 @@ def check_stall(stall_seconds: float, interval_seconds: float, share: float) -> 
         return None
     taken = f"{stall_seconds / interval_seconds:.1%}" if interval_seconds > 0 else "all"
     return (
-        f"training stands still for {format_seconds(stall_seconds)} at a save, {taken} of the "
-        f"{format_seconds(interval_seconds)} between saves, and checkpoint.max_stall_fraction allows "
-        f"{share:.1%}: "
-        f"save less "
-        "often (checkpoint.every), or give the hosts more free memory, so that saves are written behind"
+        f"saves block training for {format_seconds(stall_seconds)} each, {taken} of the "
+        f"{format_seconds(interval_seconds)} save interval (checkpoint.max_stall_fraction = {share:.1%}); "
+        f"save less often (checkpoint.every), or free host memory for asynchronous saves"
     )
 
 

@@ -130,7 +130,7 @@ def verify_folder(folder: Path) -> str | None:
         reason = find_damage(folder)
     except (OSError, UnknownVersion) as error:
         raise InputError(
-            f"{folder} cannot be checked ({error}); mend the disk, or use the program that wrote it"
+            f"{folder} cannot be checked ({error}); fix the storage, or use the ds_pretrain that wrote it"
         ) from None
     with contextlib.suppress(OSError):  # a checkpoint that is not ours to write to is intact all the same
         if reason is not None:

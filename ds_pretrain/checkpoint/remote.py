@@ -228,9 +228,8 @@ def open_remote(location: str) -> Remote:
     except Exception as error:
         raise InputError(
             f"{setting}: a small object cannot be written, read and removed there "
-            f"({_describe_error(error, fs)}); "
-            "check the name, that the place exists, and that this host has credentials that may write and "
-            "delete there"
+            f"({_describe_error(error, fs)}); check that the location exists and that this host's "
+            f"credentials may write and delete there"
         ) from None
     if found != content:
         raise InputError(f"{setting}: what was written there reads back as something else; choose another")
@@ -267,8 +266,7 @@ def _open(location: str, setting: str) -> tuple[Any, str]:
     protocol = location.partition("://")[0]
     if protocol not in available_protocols():
         raise InputError(
-            f"{setting}: {protocol}:// is no kind of store that fsspec knows; write a folder, or a URL like "
-            "s3://bucket/folder"
+            f"{setting}: {protocol}:// is not a protocol that fsspec knows; write a folder, or a URL like s3://bucket/folder"
         )
     try:
         fs, root = url_to_fs(location, use_listings_cache=False, skip_instance_cache=True)

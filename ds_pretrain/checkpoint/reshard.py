@@ -111,8 +111,8 @@ def _refuse_unbridgeable(saved: Mapping[str, Any], config: Mapping[str, Any], ch
     before, after = (str(_get_setting(c, ("optimizer", "type"), None)) for c in (saved, config))
     if before != after and not {before, after} <= {"Adam", "AdamW"}:
         problems.append(
-            f"optimizer.type changed from {before} to {after}: what one remembers means nothing to the "
-            "other; set it back, or start anew with another `out`"
+            f"optimizer.type changed from {before} to {after}, and optimizer states cannot be converted; "
+            f"restore the type, or start a new run with another `out`"
         )
     for section in ("offload_optimizer", "offload_param"):
         path = ("zero_optimization", section, "device")
@@ -179,8 +179,8 @@ def _open_convertible(folder: Path) -> ShardedCheckpoint:
     if not states:
         raise InputError(
             f"{folder} was saved before the first applied update: its optimizer is empty, which DeepSpeed "
-            f"cannot convert; start it on {ranks} with the same DeepSpeed JSON, or start anew "
-            "with another `out`"
+            f"cannot convert; start it on {ranks} with the same DeepSpeed JSON, or start a new run with "
+            f"another `out`"
         )
     missing = [kind for kind in KINDS[1:] if kind not in next(iter(states.values()))]
     if missing:
@@ -196,8 +196,8 @@ def _check_space(folder: Path) -> None:
     needed, free = int(shards * _SPACE_FACTOR), free_bytes(folder.parent)
     if needed > free:
         raise InputError(
-            f"converting {folder.name} to another number of ranks needs {needed:,} bytes beside it, and "
-            f"{folder.parent} has {free:,} free: make room"
+            f"resharding {folder.name} needs {needed:,} bytes beside it, and {folder.parent} has {free:,} "
+            f"free; free disk space"
         )
 
 
@@ -225,8 +225,9 @@ def _run_tool(folder: Path, result: Path, source: ShardedCheckpoint) -> None:
     if done.returncode:
         last_words = "\n".join(done.stdout.strip().splitlines()[-15:])
         raise RunError(
-            f"DeepSpeed could not convert {folder} (exit code {done.returncode}); it is unharmed, and can be "
-            f"started on {format_count_of(len(source.shards), 'rank')}. DeepSpeed said:\n{last_words}"
+            f"DeepSpeed could not convert {folder} (exit code {done.returncode}); the checkpoint is "
+            f"intact and can be resumed on {format_count_of(len(source.shards), 'rank')}. DeepSpeed "
+            f"said:\n{last_words}"
         )
 
 

@@ -71,23 +71,21 @@ def find(
         if isinstance(outcome, Found):
             if not is_left(outcome.state):
                 return outcome
-            log.warning(
-                f"the checkpoint of step {step:,} is passed over: the watchdog has gone back behind it"
-            )
+            log.warning(f"checkpoint step {step:,} is skipped: abandoned by a rollback to an earlier step")
             passed_over.append(step)
         else:
             _set_aside(storage, step, outcome, world)
     if uploaded or any(steps or had_broken for steps, had_broken in told):
         steps = ", ".join(f"{step:,}" for step in passed_over)
         but = (
-            f"; those of steps {steps} do, but the watchdog has gone back behind them: "
-            'after a stop watchdog.mode = "observe" goes on from there'
+            f"; steps {steps} verify, but a rollback abandoned them: after a stop, "
+            'watchdog.mode = "observe" resumes from them'
         )
         raise mark_agreed(
             InputError(
-                f"no checkpoint in {storage.root} verifies (what does not was named and set aside as "
-                f"*{BROKEN}{but if steps else ''}); a run never silently starts again at step 0: put an "
-                "intact checkpoint back, or give the run file a new `out`"
+                f"no checkpoint in {storage.root} verifies (broken ones are listed above and renamed to "
+                f"*{BROKEN}{but if steps else ''}); a run never restarts at step 0 by itself; put an "
+                f"intact checkpoint back, or give the run file a new `out`"
             )
         )
     return None
@@ -110,7 +108,7 @@ def discard_after(storage: StorageLayout, to_step: int, world: World) -> None:
                     storage.remote.remove(step, MANIFEST)
         except OSError as error:
             log.warning(
-                f"checkpoints after step {to_step:,} may still be at the place: {error}; training goes on"
+                f"checkpoints after step {to_step:,} may still be at the remote: {error}; training continues"
             )
 
 

@@ -93,9 +93,8 @@ def prune(
     for step in select_expired(list(folders), keep=keep, keep_every=keep_every, protected=protected):
         if step in not_uploaded:
             log.warning(
-                f"the checkpoint of step {step:,} is deleted and was never shipped: {2 * keep} newer ones "
-                "are here; mend the place, or save less often or raise checkpoint.keep_last if it is too "
-                "slow",
+                f"checkpoint step {step:,} is deleted without having been uploaded: {2 * keep} newer ones "
+                f"exist; fix the remote, save less often, or raise checkpoint.keep_last",
                 extra=EVERY_RANK,
             )
         try:
@@ -103,7 +102,7 @@ def prune(
             folders[step].rename(folders[step].with_name(f"{folders[step].name}{EXPIRED}"))
         except OSError as error:
             log.warning(
-                f"cannot delete the old checkpoint {folders[step]}: {error}; training goes on",
+                f"cannot delete the old checkpoint {folders[step]}: {error}; training continues",
                 extra=EVERY_RANK,
             )
     for torn in (*root.glob(f"*{PARTIAL}"), *find_orphaned_universals(root)):
@@ -111,7 +110,7 @@ def prune(
             write_point("delete")
             shutil.rmtree(torn)
         except OSError as error:
-            log.warning(f"cannot delete {torn}: {error}; training goes on", extra=EVERY_RANK)
+            log.warning(f"cannot delete {torn}: {error}; training continues", extra=EVERY_RANK)
 
 
 def read_branches(mark: bytes) -> list[tuple[str, str]]:

@@ -100,7 +100,7 @@ class ShardedCheckpoint:
         if flat.numel() != prod(self.names[name]):
             raise InputError(
                 f"{self.folder}: its shards hold {flat.numel():,} elements of {name} ({kind}), expected "
-                f"{prod(self.names[name]):,}; what DeepSpeed keeps elsewhere (NVMe) cannot be read from them"
+                f"{prod(self.names[name]):,}; optimizer states offloaded to NVMe cannot be read from them"
             )
         return flat.reshape(self.names[name])
 
@@ -170,7 +170,7 @@ def open_shards(folder: Path) -> ShardedCheckpoint:
         [folder / name for name in names if name.endswith(ending)] for ending in SHARD_ENDINGS
     )
     if not optim_files or not model_files:
-        raise InputError(f"{folder} holds no DeepSpeed shards (*_optim_states.pt); name a checkpoint folder")
+        raise InputError(f"{folder} has no DeepSpeed shards (*_optim_states.pt); name a checkpoint folder")
     shards = [load_pickle(path)["optimizer_state_dict"] for path in optim_files]
     model = load_pickle(model_files[0])
     stage = int(shards[0].get("zero_stage", 1))

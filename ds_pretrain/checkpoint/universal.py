@@ -35,8 +35,8 @@ POLL_SECONDS = 2.0  # how long other ranks wait in one collective while rank 0 w
 SIGHT_SECONDS = 120.0  # twice what NFS remembers of a folder by default
 # What a universal checkpoint that something else wrote may lack, and what is done without it.
 MISSING = {
-    "manifest": "nothing tells damage from intact files, and DeepSpeed's are pickles, which can run code on "
-    "loading: trust their origin",
+    "manifest": "it has no checksums, and DeepSpeed's files are pickles, which can run code when loaded; "
+    "use it only if you trust its origin",
     "run_state": "the step is DeepSpeed's count, and no data is known to be skipped",
     "rng": "every rank's random streams are derived from the seed, the step and the rank",
 }

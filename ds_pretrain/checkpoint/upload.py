@@ -45,7 +45,7 @@ from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError, RunError
 from ds_pretrain.core.files import FileLock, compute_checksum, write_atomic, write_point
 
-LOCK = ".ship.lock"
+LOCK = ".upload.lock"
 ARRIVED = "arrived_"  # how the names of markers begin
 IDLE_SECONDS = 1.0  # between looks for something new
 _SLOWEST_SECONDS = 60.0  # between tries
@@ -65,7 +65,8 @@ class Uploader:
         self._is_closed = False
         if "://" not in location and Path(location).resolve() == root.resolve():
             raise InputError(
-                f"checkpoint.upload_to = {location}: checkpoints are saved there already; name another place"
+                f"checkpoint.upload_to = {location}: checkpoints are saved there already; choose another "
+                f"location"
             )
 
     def start(self) -> None:
@@ -83,7 +84,7 @@ class Uploader:
             with self._process.stdin as orders:
                 pickle.dump((os.getpid(), self._rounds), orders)
         except OSError as error:
-            say(f"the shipping process does not start: {error}; trying again after the next save")
+            say(f"the upload process does not start: {error}; trying again after the next save")
 
     def revive(self) -> None:
         """Start the process again if it has died, until `close`; a live one looks by itself."""
@@ -129,8 +130,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, which still save then
     os.nice(10)
     logging.basicConfig(handlers=[logging.NullHandler()])  # libraries may log what holds a credential
-    sys.excepthook = lambda kind, error, trace: say(f"shipping ends: {kind.__name__}: {error}")
-    threading.excepthook = lambda args: say(f"in shipping: {args.exc_type.__name__}: {args.exc_value}")
+    sys.excepthook = lambda kind, error, trace: say(f"the upload process ends: {kind.__name__}: {error}")
+    threading.excepthook = lambda args: say(
+        f"in the upload process: {args.exc_type.__name__}: {args.exc_value}"
+    )
     parent, rounds = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     lock = FileLock(rounds.root / LOCK, str)
@@ -183,16 +186,15 @@ class UploadLoop:
             except NotAsListed as error:
                 self.broken.add(save)
                 say(
-                    f"the checkpoint of step {parse_step(folder.name)} cannot be shipped to {self.location}: "
-                    f"{error}; it is in {folder}"
+                    f"the checkpoint of step {parse_step(folder.name)} cannot be uploaded to "
+                    f"{self.location}: {error}; it is in {folder}"
                 )
                 continue
             except (OSError, RunError) as error:
                 rest = min(IDLE_SECONDS * 2.0 ** min(self.failures, 10), _SLOWEST_SECONDS)
                 say(
-                    f"the checkpoint of step {parse_step(folder.name)} is not shipped to {self.location} "
-                    f"yet: "
-                    f"{error}; trying again in {rest:g} seconds"
+                    f"the checkpoint of step {parse_step(folder.name)} is not uploaded to {self.location} "
+                    f"yet: {error}; trying again in {rest:g} seconds"
                 )
                 break
             if progress is UploadProgress.SHIPPED:
@@ -247,9 +249,9 @@ class UploadLoop:
 class UploadProgress(Enum):
     """The progress of the upload of one checkpoint."""
 
-    SHIPPED = "it is whole at the other place, or a later save of this step is"
+    SHIPPED = "it, or a later save of this step, is complete at the remote"
     WAITING = "other hosts, or the host that writes the manifest, are not done"
-    GONE = "the folder was pruned, set aside or replaced meanwhile"
+    GONE = "the folder was pruned, renamed or replaced meanwhile"
 
 
 class NotAsListed(Exception):
@@ -267,7 +269,7 @@ def upload_step(
         OSError: the store, or the disk here.
         NotAsListed: the checkpoint here is broken.
     """
-    write_point("ship begin")
+    write_point("upload begin")
     text = read_manifest_bytes(folder)
     if text is None:
         return UploadProgress.GONE
@@ -301,7 +303,7 @@ def _upload_step(
         _publish(remote, step, text)
     whole()
     _mark(folder, manifest, text, remote.location)
-    write_point("ship forget")
+    write_point("upload forget")
     remote.remove(step, marker_name(host))
     return UploadProgress.SHIPPED
 
@@ -326,7 +328,7 @@ def _deliver(
     save, *known = markers.get(marker_name(host), [""])
     known = known if save == manifest_checksum(text) else []  # of whatever host had this number
     if save != manifest_checksum(text) or not set(known).issuperset(held):
-        write_point("ship arrived")
+        write_point("upload arrived")
         lines = [manifest_checksum(text), *sorted({*known, *held})]
         remote.write(step, marker_name(host), "".join(f"{line}\n" for line in lines).encode())
 
@@ -337,7 +339,7 @@ def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) 
     # Before the upload: another host may hold this file too, and have delivered it meanwhile.
     if compute_checksum(path) != entry.sha256:
         raise NotAsListed(f"{path} is not what its manifest says; the disk here may be failing")
-    write_point("ship file")
+    write_point("upload file")
     if remote.upload(path, step, name) != entry and remote.upload(path, step, name) != entry:
         raise OSError(f"{remote.location}: {name} of step {step} arrived damaged twice")
 
@@ -366,7 +368,7 @@ def _publish(remote: Remote, step: int, text: bytes) -> None:
             f".{ARRIVED}"
         ):  # others write theirs now
             remote.remove(step, name)
-    write_point("ship manifest")
+    write_point("upload manifest")
     remote.write(step, MANIFEST, text)
     if remote.read(step, MANIFEST) != text:
         raise OSError(f"{remote.location}: the manifest of step {step} reads back as something else")
@@ -383,7 +385,7 @@ def _mark(folder: Path, manifest: Manifest, text: bytes, location: str) -> None:
         "seconds": round(max(seconds, 0.0), 3),  # from publication to arrival
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_point("ship mark")
+    write_point("upload mark")
     write_atomic(folder / UPLOADED, json.dumps(mark))
 
 
@@ -406,7 +408,7 @@ def tidy(root: Path, remote: Remote, keep: int, keep_every: Multiples | None) ->
             name for name in remote.list_names(step) if name.startswith(ARRIVED) and name != marker_name(0)
         ]
         if step in abandoned or not unseen:
-            write_point("ship prune")
+            write_point("upload prune")
             remote.delete(step)
     on_their_way = {parse_step(folder.name) for folder in list_not_uploaded(root)}
     for step in remote.list_folders():

@@ -158,13 +158,11 @@ def recover(root: Path) -> Iterator[str]:
             continue
         final = folder.with_name(folder.name.removesuffix(REPLACED).removesuffix(PARTIAL))
         if not (folder / MANIFEST).exists():
-            yield (
-                f"{folder.name} was not finished when it was saved; passed over, deleted after the next save"
-            )
+            yield (f"{folder.name} is an unfinished save; skipped, and deleted after the next save")
         elif not final.exists() and _is_whole(folder, final.name):
             with contextlib.suppress(OSError):
                 folder.rename(final)
-                yield f"{final.name} was whole and had not got its name when it was saved: it has it now"
+                yield f"{final.name} was complete but not renamed when the run died; renamed now"
 
 
 def _is_whole(folder: Path, name: str) -> bool:
@@ -226,8 +224,8 @@ def look_everywhere(folder: Path, world: World, look: Callable[[], Sight]) -> li
         kind = InputError if isinstance(error, InputError) else RunError
         raise mark_agreed(
             kind(
-                f"{folder} cannot be checked ({error}); it is left as it is: mend the disk, or use "
-                "the program that wrote it, and start again"
+                f"{folder} cannot be checked ({error}); it is not changed; fix the storage, or use the "
+                f"ds_pretrain that wrote it, then start again"
             )
         ) from error
 
@@ -296,7 +294,7 @@ def _complete(
     """
     folder, remote, leads = copy.folder, storage.remote, storage.is_leader(world)
     assert remote is not None
-    log.warning(f"{folder} is not whole ({reason}): fetching what is missing from {remote.location}")
+    log.warning(f"{folder} is incomplete ({reason}): downloading the missing files from {remote.location}")
     is_stale = leads and not copy.is_here
     look_everywhere(folder, world, lambda: rename_broken(folder) if is_stale and folder.exists() else None)
     building = folder if copy.is_here else folder.with_name(folder.name + PARTIAL)
@@ -340,9 +338,9 @@ def _open(copy: _Copy, storage: StorageLayout, world: World) -> Found | str:
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # the same bytes on every rank
         raise mark_agreed(
             InputError(
-                f"{copy.folder}: {RUN_STATE} and {DEEPSPEED} are what its manifest lists, and cannot be "
-                f"read ({error}); use the version of ds_pretrain that wrote them, or move the folder "
-                "away to go on from the checkpoint before it"
+                f"{copy.folder}: {RUN_STATE} and {DEEPSPEED} match the manifest but cannot be read "
+                f"({error}); use the version of ds_pretrain that wrote them, or move the folder away to "
+                f"resume from the previous checkpoint"
             )
         ) from error
     return Found(copy.folder, copy.manifest, state, copy.text, deepspeed)

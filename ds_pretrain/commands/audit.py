@@ -70,7 +70,7 @@ def _refuse_contradictions(words: Any) -> None:
     if words.skipped and words.step is not None:
         problems.append("--skipped and --step are two questions; ask one at a time")
     if words.all and (words.skipped or words.step is not None):
-        problems.append("--all belongs to the audit of the whole run; leave out --skipped and --step")
+        problems.append("--all audits the whole run and cannot be combined with --skipped or --step")
     if problems:
         raise InputError(problems)
 
@@ -129,7 +129,7 @@ def _find_record_problems(run: Audited, history: History) -> Iterator[str]:
     missing = history.first_step + 1 + np.flatnonzero(~rows["seen"][history.first_step + 1 :])
     if missing.size:
         meaning = (
-            "the counters of other steps are wrong too, so whether they were trained cannot be told"
+            "the counters of other steps are wrong too, so it is unknown whether they were trained"
             if wrong
             else "the counters of the steps around agree, so this is a hole in the record (monitoring was "
             "degraded, or a line was torn), not in the training"
@@ -354,12 +354,12 @@ def _describe_untrained(run: Audited, history: History, proof: Proof) -> Iterato
     unlearned = sum(run.plan.timeline.at(step - 1).sequences for step in dropped.tolist())
     if dropped.size:
         yield (
-            f"dropped    {format_steps(dropped)}: {format_count_of(unlearned, 'sample')} read and not "
-            f"learned from"
+            f"skipped    updates of {format_steps(dropped)}: {format_count_of(unlearned, 'sample')} read, "
+            f"updates not applied"
         )
     yield (
-        f"untrained  {format_count_of(skipped + unlearned, 'sample')}: {skipped:,} skipped, "
-        f"{unlearned:,} dropped"
+        f"untrained  {format_count_of(skipped + unlearned, 'sample')}: {skipped:,} skipped, {unlearned:,} "
+        f"in skipped updates"
     )
 
 
@@ -425,8 +425,8 @@ def show_step(run: Audited, step: int, rank: int | None, attempt: int | None) ->
     size = taken.world_size
     if rank is not None and size is None:
         raise InputError(
-            f"--rank {rank}: the record of how attempt {taken.attempt} began is lost, and with it the number "
-            "of ranks; leave out --rank"
+            f"--rank {rank}: the record of how attempt {taken.attempt} began is lost, and with it the "
+            f"number of ranks; omit --rank"
         )
     if rank is not None and not 0 <= rank < (size or 0):
         raise InputError(

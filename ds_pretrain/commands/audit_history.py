@@ -74,7 +74,7 @@ def open_audited(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited
     if place.is_file():
         out = Path(parse_run(read_text(place, "run file"), overrides, str(place)).out)
     elif not place.is_dir():
-        raise InputError(f"{place} is no run directory and no run file; name one of the two")
+        raise InputError(f"{place} is neither a run directory nor a run file; name one")
     out = out.absolute()
     saved, record = out / "run.toml", read_record(out)
     if record is None and list_published(out / "checkpoints"):
@@ -83,7 +83,9 @@ def open_audited(place: Path, overrides: Sequence[str] = ()) -> Iterator[Audited
             "once more, which makes it again from its newest checkpoint"
         )
     if record is None or not saved.is_file():
-        raise InputError(f"{out} holds no run that was started: expected a {RECORD} and a run.toml in it")
+        raise InputError(
+            f"{out} is not the directory of a started run; expected a {RECORD} and a run.toml in it"
+        )
     if not (out / METRICS).is_file():
         raise InputError(f"{out} has no {METRICS}: nothing says which steps were trained; put it back")
     words = [*record.overrides, *overrides]
@@ -147,8 +149,7 @@ def _describe_lost_rollback_log(root: Path, num_known: int, newest: RunState) ->
     return (
         f"{ROLLBACKS} is missing, or lists {num_known} of the {len(newest.rollbacks)} rollbacks that the "
         f"checkpoint of step {newest.step:,} knows; it was deleted, emptied or replaced by an old copy: "
-        f'make it anew from "rollbacks" and "skips" of {root / step_name(newest.step) / RUN_STATE}, '
-        "which are the same"
+        f'rebuild it from "rollbacks" and "skips" of {root / step_name(newest.step) / RUN_STATE}'
     )
 
 
@@ -226,7 +227,7 @@ def read_history(run: Audited, wanted: int | None = None) -> "History":
     except OSError as error:
         raise InputError(f"{run.out / METRICS} cannot be read: {error}") from error
     if not history.rows["seen"].any():
-        raise InputError(f"{run.out / METRICS} holds no step that counts; expected a run that has trained")
+        raise InputError(f"{run.out / METRICS} has no step record; expected a run that has trained")
     history.rows = history.rows[: history.newest + 1]
     return history
 

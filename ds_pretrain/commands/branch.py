@@ -146,12 +146,11 @@ def _find_checkpoints_folder(plan: Plan) -> Path:
     """The folder that a start finds its checkpoints in: all hosts see it, also where each has its own."""
     if plan.run.checkpoint.local_dir is None:
         return plan.checkpoints
-    assert plan.upload_to is not None, "with a local folder, checkpoints are shipped"
+    assert plan.upload_to is not None, "with local_dir, checkpoints are uploaded"
     if "://" in plan.upload_to:
         raise InputError(
             f"{plan.run_path}: checkpoint.local_dir and checkpoint.upload_to = {plan.upload_to} leave no "
-            f"folder that "
-            "all hosts share; name a shared folder as upload_to, or leave `local` out"
+            f"folder that all hosts share; set upload_to to a shared folder, or remove local_dir"
         )
     return Path(plan.upload_to)
 
@@ -171,8 +170,7 @@ def _find_problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord
     if is_over:
         yield (
             f"{plan.run_path}: schedule.length = {run.schedule.length} ends at step {plan.last_step:,}, "
-            f"and the branch begins at step {step:,}: nothing is left to train; it counts from the parent's "
-            "beginning"
+            f"and the branch begins at step {step:,}; raise it (it counts from the parent's step 0)"
         )
     if inside := list(_find_overlaps(plan, parent)):
         yield from (f"{plan.run_path}: {problem}" for problem in inside)
@@ -187,7 +185,7 @@ def _find_problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord
 
 
 def _find_overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
-    """Places of the new run that are the parent's: who deletes one takes both."""
+    """StorageLayout of the new run that are the parent's: who deletes one takes both."""
     section = plan.run.checkpoint
     storage = {
         "out": plan.run.out,
@@ -199,7 +197,7 @@ def _find_overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
             continue
         if "://" in location:
             if location.rstrip("/") == parent.directory:
-                yield f"{key} = {location} is where the parent's checkpoints are; name another place"
+                yield f"{key} = {location} holds the parent's checkpoints; choose another location"
         elif (whose := _find_holder(parent, Path(location).resolve())) is not None:
             yield f"{key} = {location} lies in {whose}; name a folder outside of it"
 
@@ -229,8 +227,8 @@ def _check_remote(plan: Plan) -> str | None:
         found = (remote.read_label() or b"").decode(errors="replace")
         if found := found or "".join(f"step {step:,}" for step in remote.list_steps()[:1]):
             return (
-                f"{plan.run_path}: checkpoint.upload_to = {location} holds the checkpoints of another run "
-                f"({found[:200]}); give each run a place of its own"
+                f"{plan.run_path}: checkpoint.upload_to = {location} holds the checkpoints of another "
+                f"run ({found[:200]}); give each run its own location"
             )
     return None
 
@@ -326,8 +324,7 @@ def _copy_files(parent: Parent, building: Path) -> int:
             larger = "a larger disk" if here is None else "the file system of the parent"
             raise InputError(
                 f"{building.parent}: {parent.where} {how} {format_bytes(missing)} where "
-                f"{format_bytes(free)} are free; make "
-                f"room, or put `out` on {larger}"
+                f"{format_bytes(free)} are free; free disk space, or put `out` on {larger}"
             )
         if parent.location.download(parent.manifest.step, name, path) != entry:
             raise InputError(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="STEP", help="the checkpoint of a step; for diff also the path of one"
     )
     parser.add_argument(
-        "--shipped",
+        "--uploaded",
         action="store_true",
         help="list, verify, pin, unpin: at checkpoint.upload_to of a run file",
     )
@@ -38,7 +38,7 @@ def run_checkpoints(words: argparse.Namespace) -> int:
     action = _ACTIONS[words.action]
     if words.uploaded and not action.is_there:
         names = ", ".join(name for name, other in _ACTIONS.items() if other.is_there)
-        raise InputError(f"checkpoints {words.action}: --shipped belongs to {names}")
+        raise InputError(f"checkpoints {words.action}: --uploaded belongs to {names}")
     if len(words.names) not in action.num_names:
         counts = " or ".join(map(str, action.num_names))
         raise InputError(
@@ -62,8 +62,8 @@ def find_checkpoint_root(run: Path) -> Path:
         return root
     on_hosts = f"each host has its own in {plan.checkpoints}, " if plan.checkpoints != root else ""
     raise InputError(
-        f"{run}: there is no {root} here; {on_hosts}and what has been shipped is in {plan.upload_to}: ask "
-        f"about that with --shipped, or name a folder of checkpoints instead of {run}"
+        f"{run}: there is no {root} here; {on_hosts}and uploaded checkpoints are in {plan.upload_to}; use "
+        f"--uploaded, or name a folder of checkpoints instead of {run}"
     )
 
 
@@ -83,8 +83,8 @@ def find_parent_location(run: str) -> Path | Remote:
         if list_published(root) or not (path / "run.toml").is_file():
             return root
         raise InputError(
-            f"{run} holds no checkpoint; give the run file, whose checkpoint.upload_to says where they were "
-            "shipped to, or that place itself, a folder or a URL"
+            f"{run} has no checkpoint; give the run file, whose checkpoint.upload_to names the remote, or "
+            f"the remote itself (a folder or a URL)"
         )
     plan = load_plan(path)
     root = plan.out / "checkpoints"
@@ -111,7 +111,7 @@ class _Asked:
         location = load_plan(self.run).upload_to
         if location is None:
             raise InputError(
-                f"{self.run}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
+                f"{self.run}: checkpoints are not uploaded; --uploaded needs checkpoint.upload_to there"
             )
         return reopen_remote(location)
 
@@ -125,7 +125,7 @@ class _Asked:
         """The step of that name, if there is a checkpoint of it."""
         step, there = _parse_step_name(name), self.steps()
         if step is None:
-            raise InputError(f"{name!r} is no step; give a whole number, as `checkpoints RUN` lists them")
+            raise InputError(f"{name!r} is not a step; give a whole number, as `checkpoints RUN` lists them")
         if step not in there:
             listed = ", ".join(f"{s:,}" for s in there) or "none"
             raise InputError(f"{self.location.location} has no checkpoint of step {step:,}; it has: {listed}")
@@ -148,7 +148,7 @@ def _list_checkpoints(asked: _Asked, names: list[str]) -> int:
         lines = list(format_table(list(list_remote_entries(asked.location)), datetime.now(UTC)))
     else:
         lines = [*_format_lineage(asked.root.parent), *format_inventory(asked.root)]
-    print("\n".join(lines) or f"{asked.location.location} holds no checkpoint")
+    print("\n".join(lines) or f"{asked.location.location} has no checkpoint")
     return 0
 
 
@@ -177,7 +177,7 @@ def _verify(asked: _Asked, names: list[str]) -> int:
 
     steps = [asked.step(name) for name in names] or asked.steps()
     if not steps:
-        print(f"{asked.location.location} holds no checkpoint")
+        print(f"{asked.location.location} has no checkpoint")
     all_intact = True
     for step in steps:
         folder = step_name(step)

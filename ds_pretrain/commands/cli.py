@@ -154,7 +154,7 @@ def _add_prepare(commands: Commands) -> None:
     add("--text-column", default="text", metavar="NAME", help="of jsonl, parquet and arrow")
     add("--split", default="train", metavar="NAME", help="of a data set on the hub")
     add("--eos-token", metavar="TOKEN", help="if the tokenizer does not say which it is")
-    add("--overwrite", action="store_true", help="replace what stands at PREFIX")
+    add("--overwrite", action="store_true", help="overwrite an existing PREFIX")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -164,7 +164,7 @@ def _add_branch(commands: Commands) -> None:
     parser.add_argument(
         "parent",
         metavar="RUN",
-        help="a run directory, a run file, its checkpoints, or the URL of a place that they were shipped to",
+        help="a run directory, a run file, its checkpoints, or the URL that they were uploaded to",
     )
     parser.add_argument("--at", type=int, required=True, metavar="STEP", help="of the checkpoint")
     _add_run(parser, "NEW.toml")
@@ -202,7 +202,7 @@ def _add_audit(commands: Commands) -> None:
     moved = "as `sources.web=PATH`, for data that moved"
     add("overrides", nargs="*", metavar="section.key=value", help=moved)
     add("--step", type=int, metavar="N", help="show the text that step N read")
-    add("--rank", type=int, metavar="R", help="of --step: what this rank read, whole")
+    add("--rank", type=int, metavar="R", help="with --step: the full samples of this rank")
     start = "of --step: as it was taken in that start (default: the last)"
     add("--attempt", type=int, metavar="A", help=start)
     add("--skipped", action="store_true", help="list every sample that was skipped, one a line")

@@ -31,9 +31,8 @@ def prepare_command(words: argparse.Namespace) -> int:
     )
     if done.replaced:
         print(
-            f"WARNING    {format_count_of(done.replaced, 'document')} with U+FFFD, which stands for bytes "
-            f"that are "
-            "not UTF-8; `grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
+            f"WARNING    {format_count_of(done.replaced, 'document')} with U+FFFD in place of bytes that "
+            f"are not UTF-8; `grep -axv '.*' FILE` shows such lines of a file, and `iconv` converts it",
             file=sys.stderr,
         )
     return 0

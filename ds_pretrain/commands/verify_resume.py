@@ -37,7 +37,7 @@ _KEEP_ALL = 1_000_000
 # What a step must repeat, the cause before its effects: data, then rates, then what was computed of them.
 _REPEATED = {
     "batch_checksum": "its samples differ (batch_checksum)",
-    "samples": "it stands at another sample",
+    "samples": "it is at another sample",
     "num_valid_tokens": "its number of valid tokens differs",
     "learning_rate": "its learning rate differs",
     "loss": "its loss differs",
@@ -144,8 +144,8 @@ def describe_coverage(timeline: Timeline, middle: int, last: int) -> Iterator[st
     yield f"proved     a resume after step {middle:,}, {steps}: {', '.join(here)}"
     if elsewhere:
         yield (
-            f"not proved {', '.join(elsewhere)}; --from STEP begins at a checkpoint of the run: with one "
-            "from K steps before a change, the resume stands right on it"
+            f"not proved {', '.join(elsewhere)}; --from STEP starts at a checkpoint of the run: one from "
+            f"K steps before a change puts the resume right on it"
         )
 
 
@@ -224,7 +224,7 @@ def _compare(workdir: Workdir, middle: int, last: int) -> bool:
         elif kind in ("start", "resume") and attempt == 2 and found is None:
             found = record.get("step")
     if found != middle:
-        where = f"somewhere that {METRICS} does not tell" if found is None else f"after step {found:,}"
+        where = f"at a step that {METRICS} does not show" if found is None else f"after step {found:,}"
         print(
             f"verify-resume: the second launch went on {where}, expected {middle:,} (see above why); nothing "
             "is proven"

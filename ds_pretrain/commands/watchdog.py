@@ -35,7 +35,7 @@ def run_backtest(words: Any) -> int:
     """Judge a recorded curve, and print and plot the verdicts."""
     run, settings = read_settings(Path(words.curve), words.overrides)
     if settings.mode == "off":
-        raise InputError('watchdog.mode is "off"; add watchdog.mode=observe to see what it would have said')
+        raise InputError('watchdog.mode is "off"; add watchdog.mode=observe to see its verdicts')
     if run is None:
         points = read_csv(Path(words.curve))
         verdicts, history = replay(points, settings), None
@@ -47,7 +47,7 @@ def run_backtest(words: Any) -> int:
     print(draw_loss_plot(curve, [marks.get(v.action, " ") for v in verdicts], _MARKS, _WIDTH, _HEIGHT))
     print("\n".join(format_report(points, verdicts, history.taken_back if history else ())))
     if history is not None and history.num_left_out:
-        print(f"{history.num_left_out:,} step records hold no step and loss, and were left out")
+        print(f"{history.num_left_out:,} step records have no step or loss and were ignored")
     return 0
 
 
@@ -127,7 +127,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> tuple[Path | None, Wa
         plan = load_plan(path, overrides)
         return plan.out, plan.run.watchdog
     if not (path / METRICS).is_file():
-        raise InputError(f"{path} is no CSV file, no run file, and no run directory with a {METRICS}")
+        raise InputError(f"{path} is not a CSV file, a run file, or a run directory with a {METRICS}")
     run_file, record = path / "run.toml", path / "run.json"
     if not run_file.is_file():
         return path, parse_sections("", _WatchdogOnly, overrides).watchdog

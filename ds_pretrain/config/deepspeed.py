@@ -220,7 +220,7 @@ REFUSED_KEYS = {
     "graph_harvesting": "DeepSpeed removed it; delete it",
     "datastates_ckpt": "DeepSpeed's other writers cannot load what they save; delete it",
     "dataloader_drop_last": "the order of the data comes from the run file; delete it",
-    "seq_parallel_communication_data_type": "DeepSpeed is not told which ranks share a sequence; delete it",
+    "seq_parallel_communication_data_type": "sequence parallelism does not use DeepSpeed's groups; delete it",
     "use_data_before_expert_parallelism": "expert parallelism is not supported; delete it",
     "vocabulary_size": "it comes from the model config; delete it",
 }

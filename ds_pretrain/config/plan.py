@@ -269,8 +269,8 @@ def check_sequence_parallel(plan: Plan) -> Iterator[str]:
             )
     if plan.run.model.mask_documents:
         yield (
-            f"and {plan.run_path} sets model.mask_documents = true: attention over shared sequences takes no "
-            "mask, so documents would see one another; set it to false, or delete the key"
+            f"and {plan.run_path} sets model.mask_documents = true: sequence-parallel attention takes no "
+            f"mask, so documents would attend to each other; set it to false, or delete the key"
         )
     if plan.run.model.attention == "eager":
         yield (
@@ -287,9 +287,8 @@ def drop_problems(plan: Plan) -> Iterator[str]:
     if watchdog.skip_update_sigmas < watchdog.norm_sigmas:
         yield (
             f"{plan.run_path}: watchdog.skip_update_sigmas = {watchdog.skip_update_sigmas:g} is below "
-            f"watchdog.norm_sigmas "
-            f"= {watchdog.norm_sigmas:g}, so norms that count as usual would be dropped, and the spread "
-            "would shrink with each; raise the one or lower the other"
+            f"watchdog.norm_sigmas = {watchdog.norm_sigmas:g}, so updates with normal norms would be "
+            f"skipped and the sigma would shrink with each; raise skip_update_sigmas or lower norm_sigmas"
         )
     zero = config["zero_optimization"]
     devices = [(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")]
@@ -385,8 +384,8 @@ def check_curriculum(run: Run) -> Iterator[str]:
     decay = run.schedule.decay if isinstance(run.schedule, WsdSection) else None
     if isinstance(decay, str) and decay not in names:
         yield (
-            f'schedule.decay = "{decay}" is no phase (there are: {", ".join(names)}) and no duration, '
-            'like "10%" or "2000 steps"'
+            f'schedule.decay = "{decay}" is neither a phase (known: {", ".join(names)}) nor a duration, '
+            f'like "10%" or "2000 steps"'
         )
 
 
@@ -408,7 +407,7 @@ def check_schedule(run: Run, timeline: Timeline) -> Iterator[str]:
         if isinstance(section, WsdSection):
             both += f' and schedule.decay = "{section.decay}" ({format_count_of(decay, "step")})'
         whole = f'schedule.length = "{section.length}" ({format_count_of(length, "step")})'
-        yield f"{both} do not fit into {whole}; shorten one"
+        yield f"{both} exceed {whole}; shorten one"
     if isinstance(section, WsdSection) and decay == 0:
         yield f'schedule.decay = "{section.decay}" is zero steps; a WSD schedule ends with a decay'
     if (

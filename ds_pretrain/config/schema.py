@@ -59,13 +59,13 @@ def check_location(value: str) -> str:
         is_place = False
     if not is_place or parts.scheme in ("", "file"):
         raise ValueError(
-            "it is not a URL of a place; write one like s3://bucket/folder, or a folder as a path"
+            "it is not a URL of a location; write one like s3://bucket/folder, or a folder as a path"
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
-            f"the {parts.scheme} URL holds a user, a password or a query (not shown here); the run file is "
-            "kept in every checkpoint: leave them to the environment or to the store's own configuration "
-            "files, and write only the place, like s3://bucket/folder"
+            f"the {parts.scheme} URL holds a user, a password or a query (not shown here); the run file "
+            f"is kept in every checkpoint: leave them to the environment or to the store's own "
+            f"configuration files, and write only the location, like s3://bucket/folder"
         )
     return value
 

@@ -337,9 +337,9 @@ def find_changed_chunks(old: Mapping[str, int], new: Mapping[str, int | None]) -
     One that no phase draws from any more is not cut into anything: its mixtures tell what has changed.
     """
     return [
-        f"sources.{name} was read in chunks of {old[name]:,} tokens, and would go on in chunks of "
-        f"{tokens:,}: what was read would be read again, and other tokens left out; set "
-        f"sources.{name}.chunk_tokens = {old[name]}"
+        f"sources.{name} was read in chunks of {old[name]:,} tokens, and would continue in chunks of "
+        f"{tokens:,}: some tokens would be read twice and others never; set sources.{name}.chunk_tokens = "
+        f"{old[name]}"
         + (
             ""
             if tokens < old[name]

@@ -29,12 +29,12 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # What a person reads when a run ends.
 EXIT_MEANINGS = {
     EXIT_FINISHED: "finished: the last step is done and saved",
-    EXIT_FAILED: "a crash; the same command goes on from the newest intact checkpoint",
+    EXIT_FAILED: "crashed; rerun the same command to resume from the newest intact checkpoint",
     EXIT_BAD_INPUT: "bad input; the message above says what to change",
-    EXIT_NEEDS_OPERATOR: "the run is sick and nothing is left to try; a person has to look first",
-    EXIT_NO_PROGRESS: "the run had steps left and made none",
-    EXIT_CANNOT_SAVE: "checkpoints cannot be saved; make room or mend the disk first",
-    EXIT_PREEMPTED: "stopped, everything is saved; the same command goes on from there",
+    EXIT_NEEDS_OPERATOR: "the watchdog exhausted its recovery policy; operator action required",
+    EXIT_NO_PROGRESS: "no optimizer step was applied although steps were left",
+    EXIT_CANNOT_SAVE: "checkpoint saves keep failing; free disk space or fix the storage",
+    EXIT_PREEMPTED: "preempted, checkpoint saved; rerun the same command to resume",
 }
 
 

@@ -34,7 +34,9 @@ def read_text(path: str | Path, what: str) -> str:
             f"{what}: {path} is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
     except ValueError as error:  # a null character
-        raise InputError(f"{what}: {show_value(str(path))} is no path ({error}); check the path") from error
+        raise InputError(
+            f"{what}: {show_value(str(path))} is not a path ({error}); check the path"
+        ) from error
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise _WrongJsonError(f"holds {text}, which is no JSON; write a number")
+    raise _WrongJsonError(f"holds {text}, which is not JSON; write a number")
 
 
 def format_duration(seconds: float) -> str:

@@ -129,7 +129,7 @@ def _list_folder(folder: Path, own: frozenset[Path], say: Callable[[str], None])
         else:
             kept[real] = path
     for why, found in left_out.items():
-        say(f"{folder}: left out {format_count_of(len(found), 'file')} {why} (the first: {found[0]})")
+        say(f"{folder}: ignored {format_count_of(len(found), 'file')} {why} (the first: {found[0]})")
     if not kept:
         raise InputError(f"{folder}: a folder without text, jsonl, parquet or arrow files")
     return [_build_file(path, _COLUMNS[_get_ending(path)] if columns else "text") for path in kept.values()]

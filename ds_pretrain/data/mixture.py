@@ -129,8 +129,9 @@ def make_mixture(weights: Mapping[str, float], key: int) -> Mixture:
     small = [at for at, quota in enumerate(quotas) if quota == 0]
     if small:
         raise InputError(
-            f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of all, less than "
-            f"one draw in {BLOCK_DRAWS}; the least that is drawn is {smallest:.3g}: raise or drop it"
+            f"mixture weight of {names[at]!r} is {weights[names[at]]:g}, {shares[at]:.3g} of the total, "
+            f"less than one draw in {BLOCK_DRAWS}; the smallest weight that is drawn is {smallest:.3g}; "
+            f"raise or remove it"
             for at in small
         )
     return Mixture(names=names, quotas=quotas, key=key)

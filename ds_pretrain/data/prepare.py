@@ -264,8 +264,8 @@ def _write(
         end = _tokenize(options, inputs, tokenizer, prefix, start)
     except OSError as error:
         raise InputError(
-            f"--out {prefix}: cannot be written ({error.strerror or error}); make room there and start the "
-            "same command again: it continues"
+            f"--out {prefix}: cannot be written ({error.strerror or error}); free disk space and rerun "
+            f"the same command: it continues"
         ) from error
     seconds = max(time.monotonic() - began, 1e-9)
     return Summary(
@@ -430,7 +430,7 @@ def _resume(prefix: Path, key: str, itemsize: int, say: Say) -> PrepareState:
     elif state.key != key:
         say(f"{prefix}: the inputs or the tokenizer changed since the interrupted call; starting over")
     elif not _is_complete(prefix, state.counts, itemsize):
-        say(f"{prefix}: what the interrupted call wrote is no longer there; starting over")
+        say(f"{prefix}: the files of the interrupted call are gone; starting over")
     else:
         say(f"{prefix}: continuing after {_format_size(state.counts)}")
         return state

@@ -348,8 +348,8 @@ def refuse_training(path: str, size: int, eos_token: str | None = None) -> None:
         problems.append(problem)
     elif _is_foreign_folder(folder):
         problems.append(
-            f"--tokenizer {path}: holds something that --train-tokenizer did not make, and is never "
-            "overwritten; leave out --train-tokenizer to use a tokenizer that is there, or name another path"
+            f"--tokenizer {path}: was not made by --train-tokenizer and is never overwritten; omit "
+            f"--train-tokenizer to use an existing tokenizer, or name another path"
         )
     if eos_token not in (None, END_OF_TEXT):
         problems.append(
@@ -381,8 +381,8 @@ def train_once(
         return load_tokenizer(path)
     if trained.is_file() and not overwrite:
         raise InputError(
-            f"--tokenizer {path}: exists, and was not trained on these inputs with {size} entries; leave out "
-            "--train-tokenizer to use it, choose another path, or pass --overwrite"
+            f"--tokenizer {path}: exists, and was not trained on these inputs with {size} entries; omit "
+            f"--train-tokenizer to use it, choose another path, or pass --overwrite"
         )
     train_tokenizer(texts, size, Path(path), note)
     loaded = load_tokenizer(path)

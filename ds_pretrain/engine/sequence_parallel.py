@@ -47,7 +47,7 @@ class SequenceParallel:
             return row
         length, rest = divmod(row.shape[1], self.size)
         if rest:
-            raise ValueError(f"rows of {row.shape[1]} tokens cannot be shared by {self.size} ranks")
+            raise ValueError(f"rows of {row.shape[1]} tokens cannot be divided among {self.size} ranks")
         return row[:, self._place * length : (self._place + 1) * length]
 
     def distribute(self, kernel: Kernel) -> Kernel:
@@ -128,9 +128,8 @@ def refuse_unlike(
     if not most <= _TOLERANCE[dtype]:
         raise mark_agreed(
             InputError(
-                f"{_describe_refusal(shared)}: logits of shared rows differ from those of whole rows by "
-                f"{most:.1e} of "
-                f"the largest, more than rounding explains; {_REMEDY}"
+                f"{_describe_refusal(shared)}: sequence-parallel logits differ from single-rank logits "
+                f"(relative error {most:.1e}, beyond rounding); {_REMEDY}"
             )
         )
 

@@ -63,7 +63,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         ) from error
     hosts, problems = _parse(lines)
     if not hosts and not problems:
-        problems = [f"holds no host; {_EXPECTED}"]
+        problems = [f"has no host; {_EXPECTED}"]
     if len(hosts) > 1:
         problems += [
             f"{host.name!r} means another machine on each host; give the name by which the others reach it"

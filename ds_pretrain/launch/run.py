@@ -112,7 +112,7 @@ def _end_now(process: subprocess.Popen[bytes], command: Command, out: Path, grac
     if ended:
         _say(f"ended {len(ended)} rank(s): {_format_pids(ended)}")
     elif command.over_ssh:
-        _say("no rank has said its pid yet; send the signal again in a few seconds")
+        _say("no rank has recorded its pid yet; send the signal again in a few seconds")
     else:  # on this host the launcher's whole session is ours, and its handler ends only its own children
         end_ranks(list_session_members(process.pid), (), grace_seconds=grace_seconds)
 

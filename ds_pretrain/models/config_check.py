@@ -264,7 +264,7 @@ def _check_family(family: str) -> str | None:
         hint = (
             f"did you mean {', '.join(map(repr, close))}?" if close else "see the model list of Transformers"
         )
-        return f'model_type "{family}" is no causal language model of Transformers; {hint}'
+        return f'model_type "{family}" is not a causal language model of Transformers; {hint}'
     if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or family in (
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     ):

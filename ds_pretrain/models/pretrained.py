@@ -58,8 +58,8 @@ def read_pretrained(folder: Path, setting: str) -> Pretrained:
     """
     if not folder.is_dir():
         raise InputError(
-            f"{setting} = {folder} is no folder; name one with a config.json and safetensors, as "
-            "`hf download NAME --local-dir FOLDER` or save_pretrained make it"
+            f"{setting} = {folder} is not a folder; name one with a config.json and safetensors, as `hf "
+            f"download NAME --local-dir FOLDER` or save_pretrained make it"
         )
     tensors: dict[str, Stored] = {}
     problems: list[str] = []
@@ -235,9 +235,8 @@ def check_pretrained(model: Any, pretrained: Pretrained) -> list[str]:
         )
     if surplus:
         problems.append(
-            f"model.pretrained: {pretrained.folder} has {format_count_of(len(surplus), 'tensor')} that the "
-            f"model of its "
-            f"config.json has no place for: {join_listed(surplus, _SHOWN)}"
+            f"model.pretrained: {pretrained.folder} has {format_count_of(len(surplus), 'tensor')} that "
+            f"the model of its config.json does not have: {join_listed(surplus, _SHOWN)}"
         )
     if (missing and surplus) or any("experts" in name for name in missing):
         problems[-1] += "; names have to be those of the model's own code in the installed Transformers"

@@ -168,9 +168,8 @@ def _refuse_unless_possible(module: Any, new: Any) -> None:
     for table in tables:
         if table.get("rope_type") in FOLLOWS_THE_LENGTH:
             raise InputError(
-                f'rotary kind "{table["rope_type"]}" computes its frequencies anew in each forward, from the '
-                'length of its sequences, and cannot change in a run; set kind = "yarn", "llama3" or '
-                '"default"'
+                f'rotary kind "{table["rope_type"]}" recomputes its frequencies in each forward pass and '
+                f'cannot change in a run; set kind = "yarn", "llama3" or "default"'
             )
 
 

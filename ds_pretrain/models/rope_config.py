@@ -275,8 +275,8 @@ def _check_values(
     """A base or a factor for which there are no sound tables."""
     if theta is not None and not LEAST_THETA <= theta <= MOST_THETA:
         yield (
-            f"{theta_name} = {theta:g}: expected {LEAST_THETA:g} to {MOST_THETA:g}, where tables in fp32 are "
-            "exact; usual are 10,000 to 1e8"
+            f"{theta_name} = {theta:g}: expected {LEAST_THETA:g} to {MOST_THETA:g}, where fp32 tables are "
+            f"exact; common values are 10,000 to 1e8"
         )
     if factor is not None and factor > MOST_FACTOR:
         yield f"{factor_name} = {factor:g}: expected at most {MOST_FACTOR:g}, how many times longer it gets"
@@ -350,9 +350,8 @@ def _check_length(
     longer = before.num_positions is not None and seq_len > before.num_positions
     if after.kind in FOLLOWS_THE_LENGTH and (longer or (rope and rope.model_fields_set)):
         yield (
-            f'{where}: the model\'s scaling "{after.kind}" computes its frequencies anew in each forward, '
-            'from the length of its sequences, and cannot change in a run; set kind = "yarn", "llama3" or '
-            '"default"'
+            f'{where}: the model\'s scaling "{after.kind}" recomputes its frequencies in each forward '
+            f'pass and cannot change in a run; set kind = "yarn", "llama3" or "default"'
         )
         return
     scaling = (after.kind, after.factor, after.original_max_position_embeddings)

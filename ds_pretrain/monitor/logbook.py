@@ -46,7 +46,7 @@ _ALIKE = 0.05  # of its loss: a rank that stands out by less tells nothing
 _BULKY = ("curve", "rank_losses", "hosts", "samples")
 _LEGEND = {"X": "decided here", "N": "loss not finite", "!": "since the onset"}
 _WORDS = {
-    "stop": "stopped on request; saved, the same command goes on from there",
+    "stop": "preempted, checkpoint saved; rerun the same command to resume",
     "finish": "finished",
     "checkpoint": "saves work again",
 }
@@ -59,10 +59,10 @@ _PLAIN = {
     "fall": "a sudden fall of the loss",
     "norm_rise": "a high gradient norm",
     "frozen_norm": "a gradient norm that never changes",
-    "non_finite": "a loss or gradient norm that is no number",
+    "non_finite": "a non-finite loss or gradient norm",
     "worse_than_guessing": "a loss worse than guessing",
-    "outlier_norm": "a wild gradient norm",
-    "came_back": "the trouble came back",
+    "outlier_norm": "an outlier gradient norm",
+    "came_back": "it recurred",
     "passing_fault": "a passing fault",
     "data_or_state": "the data or the state",
     "other_ranks": "not to be compared, on another number of ranks",
@@ -192,8 +192,8 @@ def _format_head(
 ) -> Iterator[str]:
     yield f"# Logbook of {_format_line(run_name)}"
     yield (
-        "Generated from incidents.jsonl and written anew with each event: what you write here is lost, "
-        "your own notes belong in another file. Newest first; times are UTC."
+        "Generated from incidents.jsonl and rewritten at each event: keep your own notes in another file. "
+        "Newest first; times are UTC."
     )
     yield f"**Now: {_format_now(newest, outcomes)}**"
     num_open = sum(one == "open" for one in outcomes.values())
@@ -215,7 +215,7 @@ def _format_now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
     if last is None:
         return f"running, {_format_time(newest[0])}." if newest else "nothing has happened yet."
     if last["event"] == "needs_operator":
-        return f"NEEDS A PERSON ({_format_place(last)}); do not just start it again. The diagnosis:"
+        return f"OPERATOR ACTION REQUIRED ({_format_place(last)}); restarting alone does not help. Diagnosis:"
     if last["event"] in _ENDS:
         return f"{'finished' if last['event'] == 'finish' else 'stopped on request'} ({_format_place(last)})."
     if outcomes and outcomes[max(outcomes)] == "open":
@@ -226,7 +226,7 @@ def _format_now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
     said = _find_last(newest, "watchdog", "outcome", *_STARTS) or last
     if said["event"] == "watchdog" and said.get("action") != "ok":
         return (
-            f"no response open; the watchdog last saw ({_format_time(said)}): "
+            f"no rollback open; last watchdog verdict ({_format_time(said)}): "
             f"{_format_line(said.get('message'))}"
         )
     return (
@@ -271,7 +271,7 @@ def _describe_event(record: Record) -> str:
     if kind in _WORDS:
         return _WORDS[kind]
     if kind == "skipped_update":
-        return f"update dropped for {_format_plain(record.get('cause'))}"
+        return f"update skipped for {_format_plain(record.get('cause'))}"
     if kind == "save_failed":
         return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_format_line(record.get('problem'))}"
     if kind == "config_changed":
@@ -286,7 +286,7 @@ def _describe_event(record: Record) -> str:
 def _describe_outcome(record: Record) -> str:
     """Say how an incident ended, as far as this record knows."""
     if record.get("event") == "needs_operator":
-        return "needs a person"
+        return "operator action required"
     return _format_plain(record.get("outcome")) if record.get("event") == "outcome" else "open"
 
 
@@ -294,7 +294,7 @@ def _format_title(records: Sequence[Record]) -> str:
     """When an incident was decided upon, its trouble, and what was done."""
     first = records[0]
     since = "" if first.get("onset") is None else f" since step {first['onset']:,}"
-    trouble = _format_plain(first["trouble"]) if first.get("trouble") else "trouble that was not written down"
+    trouble = _format_plain(first["trouble"]) if first.get("trouble") else "unrecorded trouble"
     done = f"; {first['response']}" if "response" in first else ""
     return f"{_format_place(first)}: {trouble}{since}{done}"
 
@@ -327,9 +327,8 @@ def _format_decision(record: Record) -> Iterator[str]:
     to_step = f"step {record['to_step']:,}" if record.get("to_step") is not None else "no checkpoint"
     if record.get("event") == "needs_operator":
         yield (
-            f"Decided: **a person is needed**: {_format_line(record.get('reason'))}; the next start goes "
-            f"on from "
-            f"{to_step}."
+            f"Decided: **operator action required**: {_format_line(record.get('reason'))}; the next start "
+            f"resumes from {to_step}."
         )
         yield _format_block(*str(record.get("diagnosis")).splitlines())
         return
@@ -355,9 +354,8 @@ def _format_skipped(skipped: Record | None) -> str:
 def _format_high_loss_samples(record: Record) -> Iterator[str]:
     samples = record.get("samples") or []
     yield (
-        f"Suspects: of the offending batches, {format_count_of(len(samples), 'sample')} with the highest "
-        f"loss under "
-        "the weights gone back to."
+        f"High-loss samples: {format_count_of(len(samples), 'sample')} of the offending batches with the "
+        f"highest loss under the restored weights."
     )
     lines = [
         f"loss {one['loss']:.4g}  {_format_line(one['source'])}, documents "

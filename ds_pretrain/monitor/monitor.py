@@ -180,5 +180,6 @@ class Monitor:
         self._failures[failure] += 1
         if self._failures[failure] == 1:
             say(
-                sys.stderr, f"monitoring degraded: {failure}: {error}; training goes on without these records"
+                sys.stderr,
+                f"monitoring degraded: {failure}: {error}; training continues without these records",
             )

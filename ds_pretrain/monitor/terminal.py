@@ -49,7 +49,7 @@ def format_step(record: Mapping[str, Any], last_step: int) -> str:
     if clip is not None:
         parts.append(f"clip {clip:.2f}")
     if not record["update_applied"]:
-        parts.append("UPDATE DROPPED")
+        parts.append("UPDATE SKIPPED")
     if (rate := record.get("tokens_per_second")) is not None:
         parts.append(f"{format_count(rate)} tok/s")
     if record["step_seconds"] > 0:

@@ -129,7 +129,7 @@ class Wandb:
             self.degraded = reason
             say(
                 sys.stderr,
-                f"monitoring degraded: W&B: {reason}; training goes on; metrics.jsonl has everything",
+                f"monitoring degraded: W&B: {reason}; training continues; metrics.jsonl has everything",
             )
 
 

@@ -143,7 +143,7 @@ class Incidents:
         for number in [n for n, r in self._open.items() if self._is_same_onset(r, onset)]:
             rollback = self._open.pop(number)
             self._conclude(number, step, came_back=True)
-            message = f"the trouble of step {rollback.onset:,} is back at step {onset:,}"
+            message = f"the trouble of step {rollback.onset:,} recurred at step {onset:,}"
             self._monitor.event("outcome", incident=number, step=step, outcome="came_back", message=message)
 
     def record_decision(

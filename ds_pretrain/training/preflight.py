@@ -112,7 +112,7 @@ def _check_locations(plan: Plan) -> list[str]:
 
 def _check_origin(origin: Path, run_path: str) -> list[str]:
     if not origin.is_dir():
-        return [f"{run_path}: resume_from = {origin} is no folder; name a checkpoint's"]
+        return [f"{run_path}: resume_from = {origin} is not a folder; name a checkpoint folder"]
     there = [*list_published(origin), *list_published(origin / "checkpoints")]
     if there and parse_step(origin.name) is None:
         return [
@@ -245,7 +245,7 @@ def format_summary(plan: Plan, inputs: Inputs, world_size: int | None) -> Iterat
         )
         yield f"batch      {_format_batch(plan, segment, world_size)}"
     together = plan.sequence_parallel_size
-    sp_size = f", {together} ranks share each sequence" if together > 1 else ""
+    sp_size = f", sequence parallel over {together} ranks" if together > 1 else ""
     precision = "bf16" if uses_bf16(plan.deepspeed) else "fp32"
     yield f"engine     {plan.run.deepspeed}: ZeRO-{zero_stage(plan.deepspeed)}, {precision}{sp_size}"
     yield f"model      {_format_model(plan)}"
@@ -514,7 +514,7 @@ def format_skips(plan: Plan, sources: Mapping[str, TokenSource], ledger: SkipLed
     sampler = open_sampler(plan, sources)
     phases = {phase: sum(stop - start for start, stop in ledger.merged(phase)) for phase in sampler.mixtures}
     left_out = ", ".join(f"{format_count_of(n, 'sample')} of {phase}" for phase, n in phases.items() if n)
-    yield f"skipped    {left_out}; with these left out the data of the run is:"
+    yield f"skipped    {left_out}; without them the run's data is:"
     yield from format_forecast(sampler, sources, ledger)
     for problem in check_usage(sampler, _get_max_epochs(plan), ledger):
         yield f"warning    because of what is skipped, {problem}"

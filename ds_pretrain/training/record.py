@@ -160,8 +160,8 @@ def list_foreign_files(out: Path) -> str:
 def describe_lost_checkpoints(out: Path, saved_step: int) -> str:
     """Say why a run without the checkpoints that it had does not start."""
     return (
-        f"{out} had a checkpoint at step {saved_step:,} and now has none; a run never silently starts "
-        "again at step 0: put the checkpoints back, or give the run file a new `out`"
+        f"{out} had a checkpoint at step {saved_step:,} and now has none; a run never restarts at step "
+        f"0 by itself; put the checkpoints back, or give the run file a new `out`"
     )
 
 

@@ -130,16 +130,15 @@ def refuse_step(found: Found | None, plan: Plan, options: StartOptions) -> None:
     if found is not None and stands > plan.last_step:
         raise mark_agreed(
             InputError(
-                f"{found.folder} stands at step {stands:,}, past the end of the schedule ({plan.last_step:,} "
-                "steps); set schedule.length back, or give the run file a new `out`"
+                f"{found.folder} is at step {stands:,}, beyond the schedule ({plan.last_step:,} steps); "
+                f"restore schedule.length, or give the run file a new `out`"
             )
         )
     if options.stop_after is not None and not stands < options.stop_after <= plan.last_step:
         raise mark_agreed(
             InputError(
-                f"--stop-after {options.stop_after}: the run stands at step {stands:,} of "
-                f"{plan.last_step:,}; "
-                "give a step that is still to come"
+                f"--stop-after {options.stop_after}: the run is at step {stands:,} of {plan.last_step:,}; "
+                f"give a later step"
             )
         )
 
@@ -201,9 +200,8 @@ def check_probe(
         return f'{found}; accepted, as accept_changes = ["probe"] says'
     raise mark_agreed(
         InputError(
-            f"{found}: its tensors are those that were saved, and it does not compute what they did; look "
-            "for another version of a library, other attention kernels or sick hardware, or accept it with "
-            'accept_changes = ["probe"]'
+            f"{found}: the tensors are as saved, but they compute something else; check library versions, "
+            'attention kernels and hardware, or accept it with accept_changes = ["probe"]'
         )
     )
 

@@ -120,7 +120,7 @@ class Watchdog:
         What is skipped, and that a rollback was spent, is on disk before the older weights are loaded.
 
         Raises:
-            NeedsPerson: nothing is left to try; a supervisor must not start the run again.
+            NeedsOperator: the recovery policy is exhausted; a supervisor must not restart the run.
         """
         assert verdict.onset is not None
         self._incidents.record_recurrence(verdict.onset, step)
@@ -155,7 +155,7 @@ class Watchdog:
     def _find_high_loss_samples(
         self, after: RunState, engine: Engine, loader: BatchLoader, ledger: SkipLedger
     ) -> None:
-        """Find the high-loss samples of the steps read under `ledger`, by the restored weights. Collective."""
+        """Find high-loss samples among those read under `ledger`, by the restored weights. Collective."""
         rollback = after.rollbacks[-1]
         steps = find_offending_steps(rollback.onset, rollback.to_step, rollback.step)
         found = find_high_loss_samples(engine, loader, self._enter, steps, ledger, self._world)
@@ -172,9 +172,9 @@ class Watchdog:
             onset = state.watchdog.spike.onset
             self._monitor.report(
                 "warning",
-                f"the run ends in a spike that began at step {onset:,}, less than "
-                f"{format_count_of(patience, 'step')} before the end, so that nothing was done about "
-                f"it; the newest calm checkpoint: {newest}",
+                f"the run ends in an unhealed spike that began at step {onset:,}, less than "
+                f"{format_count_of(patience, 'step')} before the end, too late for a rollback; newest "
+                f"known-good checkpoint: {newest}",
                 step=state.step,
             )
 
@@ -189,7 +189,7 @@ class Watchdog:
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
                 return store.reshard_if_needed(outcome, deepspeed, self._storage, self._world), response
-            log.warning(f"the checkpoint of step {response.to_step:,} cannot be gone back to: {outcome}")
+            log.warning(f"the checkpoint of step {response.to_step:,} cannot be restored: {outcome}")
             known_good = [c for c in known_good if c != response.to_step]
 
     def _saved_steps(self, state: RunState, known_good: bool) -> list[int]:
@@ -211,13 +211,11 @@ class Watchdog:
             run_on_main(self._world, lambda: write_rollback_log(self._plan.out, after, unreported))
         except RunError as problem:
             if unreported is not None:
-                log.warning(f"that the run needs a person cannot be written down: {problem}")
+                log.warning(f"that the run operator action required cannot be written down: {problem}")
                 return
             path = self._plan.out / ROLLBACKS
             raise mark_agreed(
-                CannotSave(
-                    f"the rollback cannot be written to {path}, so it is not made: {problem}; make room"
-                )
+                CannotSave(f"cannot roll back: {path} cannot be written: {problem}; free disk space")
             ) from None
 
     def _needs_operator(
@@ -250,17 +248,16 @@ class Watchdog:
             for r in state.rollbacks
         )
         next_start = (
-            f"The next start goes on from the checkpoint of step {response.to_step:,}, and gives up "
-            'later ones that are not pinned; with watchdog.mode="observe" it goes on from the newest'
+            f"The next start resumes from checkpoint step {response.to_step:,} and abandons later ones; "
+            'with watchdog.mode="observe" it resumes from the newest'
             if response.to_step
-            else "No checkpoint is older: give the run file a new `out` to begin anew, or go on from the "
-            'newest with watchdog.mode="observe"'
+            else "No checkpoint is older: start a new run with another `out`, or resume from the newest "
+            'with watchdog.mode="observe"'
         )
         return (
-            f"step {step:,}: {verdict.message}; nothing is left to try: {response.reason}. Look at "
+            f"step {step:,}: {verdict.message}; recovery policy exhausted: {response.reason}. Look at "
             f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and "
-            f"schedule.peak_lr, "
-            f"then start again. {next_start}{tried}"
+            f"schedule.peak_lr, then restart. {next_start}{tried}"
         )
 
 

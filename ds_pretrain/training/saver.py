@@ -94,9 +94,8 @@ class Uploads:
             if steps:
                 listed = ", ".join(f"{step:,}" for step in steps[::-1])
                 log.warning(
-                    f"not shipped to {self._plan.upload_to} yet: steps {listed}; they are in {root} on "
-                    f"{node}, "
-                    "and the next start ships them"
+                    f"not uploaded to {self._plan.upload_to} yet: steps {listed}; they are in {root} on "
+                    f"{node}, and the next start uploads them"
                 )
 
 
@@ -277,7 +276,8 @@ class Saver:
         )
         if self._num_failed >= limit:
             raise CannotSave(
-                f"{limit} saves in a row have failed, the last: {outcome.problem}; make room or mend the disk"
+                f"{limit} consecutive checkpoint saves failed (last: {outcome.problem}); free disk space "
+                f"or fix the storage"
             )
 
     def _cost_lines(self, outcome: SaveOutcome) -> Iterator[str]:
@@ -364,8 +364,8 @@ def check_memory(engine: Engine, world: World, per_host: bool) -> tuple[bool, in
         free = min(free for name, _, free in asked if name == host)
         if needed * PINNED_ROUNDING.get(engine.device.type, 1) > 0.9 * free:
             log.warning(
-                f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need {needed:,}: "
-                "training stands still while checkpoints are written"
+                f"{host} has {free:,} bytes of memory free, and copies of its ranks' shards need "
+                f"{needed:,}: saves block training while they write"
             )
             return False, total
     return True, total

@@ -58,7 +58,7 @@ def claim_directory(plan: Plan, lock: FileLock, world: World) -> tuple[StorageLa
 
     Raises:
         InputError: another start holds it, or a folder or a store cannot be used.
-        NeedsPerson: the run died before it could end with this; it does now.
+        NeedsOperator: the run died before it could end with this; it does now.
     """
     run_on_main(world, lambda: hold_run_directory(lock, plan.out, f"{plan.run_path}: out"))
     require_shared_folder(plan.out, world)
@@ -137,12 +137,13 @@ def _refuse_other_run(remote: Remote, name: str, run: str | None) -> None:
         return  # whoever reads a checkpoint there says what is wrong
     if not isinstance(found, dict):
         raise InputError(
-            f"checkpoint.upload_to = {remote.location} has a label that is none of ours; give another place"
+            f"checkpoint.upload_to = {remote.location} has a label of another program; choose another "
+            f"location"
         )
     if found and (found.get("name") != name or run not in (None, found.get("run"))):
         raise InputError(
             f"checkpoint.upload_to = {remote.location} holds the checkpoints of another run "
-            f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run a place of its own"
+            f"({json.dumps(found)[:200]}), and this one is {name!r}; give each run its own location"
         )
 
 
@@ -173,9 +174,8 @@ def _require_own_folders(storage: StorageLayout, world: World) -> None:
     ]
     for sees in gather_objects(world, (platform.node(), seen) if storage.is_leader(world) else ("", [])):
         problems += [
-            f"checkpoint.local_dir = {storage.root.parent} is one folder on {sees[0]} and on {node}; name "
-            f"one of "
-            "each host's own, or leave it out if all hosts share it"
+            f"checkpoint.local_dir = {storage.root.parent} is the same folder on {sees[0]} and on {node}; "
+            f"name a folder local to each host, or remove local_dir if all hosts share it"
             for node in sees[1]
         ]
     if problems:

@@ -82,8 +82,8 @@ def read_csv(path: Path) -> list[Point]:
     for before, after in pairwise(points):
         if after.step <= before.step:
             raise InputError(
-                f"{path}: step {after.step} stands behind step {before.step}; expected rising steps: "
-                "of steps taken again keep the last"
+                f"{path}: step {after.step} follows step {before.step}; expected rising steps; keep the "
+                f"last record of a repeated step"
             )
     return points
 

@@ -148,8 +148,8 @@ def _judge_spike(
     settings: WatchdogSection, usual: RunningStats, record: StepLike, sigmas: float, spike: Streak
 ) -> Verdict:
     message = (
-        f"loss {record.loss:.4g} (highest rank {record.loss_max_rank:.4g}) is {sigmas:.1f} spreads above "
-        f"{usual.median:.4g}, since step {spike.onset}"
+        f"loss {record.loss:.4g} (highest rank {record.loss_max_rank:.4g}) is {sigmas:.1f} sigmas "
+        f"above {usual.median:.4g}, since step {spike.onset}"
     )
     if spike.num_steps >= settings.patience:
         message += f", and did not heal within {format_count_of(settings.patience, 'step')}"
@@ -175,7 +175,7 @@ def _judge_fall(settings: WatchdogSection, memory: WatchdogState, record: StepLi
     """A lower loss does no harm, but may mean that the data are not what they should be."""
     fall = _extend_streak(memory.fall, record.step)
     message = (
-        f"loss {record.loss:.4g} is {-sigmas:.1f} spreads below {memory.loss.median:.4g}, since step "
+        f"loss {record.loss:.4g} is {-sigmas:.1f} sigmas below {memory.loss.median:.4g}, since step "
         f"{fall.onset}: too easy or repeated data, or a change of rate?"
     )
     verdict = Verdict("watch", "fall", fall.onset, message)
@@ -222,8 +222,8 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
         return memory, OK
     onset = max(1, 2 * halfway - memory.step)  # as much before half the rise as this is after it
     message = (
-        f"the mean of the last {len(usual.recent)} losses rose from {usual_level:.4g} to {level:.4g} "
-        f"({rise / spread:.1f} spreads), since about step {onset}"
+        f"the mean of the last {len(usual.recent)} losses rose from {usual_level:.4g} to "
+        f"{level:.4g} ({rise / spread:.1f} sigmas), since about step {onset}"
     )
     return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
 
@@ -285,8 +285,8 @@ def _judge_norm(settings: WatchdogSection, memory: WatchdogState, record: StepLi
         return replace(memory, norm_rise=None, norm=accept(usual, value, settings.window)), OK
     memory, rise = _extend_norm_rise(settings, memory, stride)
     message = (
-        f"gradient norm {norm:.4g} is {sigmas:.1f} spreads above the usual, since step {rise.onset}; "
-        "the loss has not moved"
+        f"gradient norm {norm:.4g} is {sigmas:.1f} sigmas above the median, since step "
+        f"{rise.onset}; the loss has not moved"
     )
     return memory, Verdict("watch", "norm_rise", rise.onset, message)
 
@@ -295,10 +295,10 @@ def _judge_dropped(
     settings: WatchdogSection, memory: WatchdogState, norm: float, value: float, stride: int
 ) -> Judged:
     """The weights are clean, and the norm enters no statistics, whatever it was. Also in an open spike."""
-    message = f"update dropped for its gradient norm of {norm:.4g}"
+    message = f"update skipped: gradient norm {norm:.4g}"
     if is_warm(settings, memory.norm):
         sigmas = compute_score(memory.norm, value, NORM_FLOOR)
-        message += f", {sigmas:.1f} spreads above the usual {exp(memory.norm.median):.4g}"
+        message += f", {sigmas:.1f} sigmas above the median {exp(memory.norm.median):.4g}"
     memory, rise = _extend_norm_rise(settings, memory, stride)
     limit = (
         ""

@@ -58,15 +58,17 @@ def respond(
     here = [rollback for rollback in history if is_same_onset(section, timeline, rollback, onset)]
     if len(here) >= len(section.policy):
         tried = ", then ".join(rollback.response for rollback in here)
-        reason = f"it came back at the same place after {tried}" if here else "watchdog.policy is empty"
+        reason = f"it recurred at the same step after {tried}" if here else "watchdog.policy is empty"
         return Response("stop", newest, reason)
     before = [known_good for known_good in older if all(known_good < rollback.to_step for rollback in here)]
     if not older:
-        return Response("stop", None, f"no calm checkpoint is older than step {onset:,}, where it began")
+        return Response(
+            "stop", None, f"no known-good checkpoint is older than step {onset:,}, where it began"
+        )
     to_step = max(before) if before else min(older)
     what = {"replay": "the same data again", "skip": "without the data around it"}[section.policy[len(here)]]
     return Response(
-        section.policy[len(here)], to_step, f"from the calm checkpoint of step {to_step:,}, {what}"
+        section.policy[len(here)], to_step, f"from known-good checkpoint step {to_step:,}, {what}"
     )
 
 

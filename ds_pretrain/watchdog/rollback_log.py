@@ -54,8 +54,8 @@ def read_rollback_log(out: Path) -> RollbackLog:
         return RollbackLog()
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read ({error}): it says which data the watchdog skipped; put an intact copy "
-            "back, or move it away to go on as the newest checkpoint knows it"
+            f"{path} cannot be read ({error}): it records which data was skipped; put an intact copy "
+            f"back, or move it away to resume with the newest checkpoint's ledger"
         ) from error
 
 
@@ -65,7 +65,7 @@ def write_rollback_log(out: Path, state: RunState, unreported: str | None = None
     With `unreported`, the diagnosis of a stop, the next start ends with it unless `mark_reported` came first.
     """
     rollback_log = RollbackLog(state.rollbacks, state.ledger.skips, unreported)
-    write_point("cure")
+    write_point("rollback log")
     write_atomic(out / ROLLBACKS, json.dumps(asdict(rollback_log), indent=1) + "\n")
     write_point("cured")
 

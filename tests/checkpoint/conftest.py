@@ -1,4 +1,4 @@
-"""Places that checkpoints are uploaded to: a folder, and an S3 API of its own."""
+"""StorageLayout that checkpoints are uploaded to: a folder, and an S3 API of its own."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -225,18 +225,18 @@ def test_a_run_whose_checkpoints_lie_elsewhere_says_where(
         assert main(["checkpoints", str(run_file), *words]) == 2
         assert (
             f"{run_file}: there is no {plan.out}/checkpoints here; each host has its own in "
-            f"{plan.checkpoints}, and what has been shipped is in {tmp_path}/vault: ask about that with "
-            f"--shipped, or name a folder of checkpoints instead of {run_file}"
+            f"{plan.checkpoints}, and uploaded checkpoints are in {tmp_path}/vault; use --uploaded, or "
+            f"name a folder of checkpoints instead of {run_file}"
         ) in capsys.readouterr().err
     assert main(["checkpoints", str(run_file), "diff", "/nowhere", "/no"]) == 2  # needs neither
     assert "/nowhere cannot be opened" in capsys.readouterr().err
-    assert main(["checkpoints", str(run_file), "--shipped"]) == 0
-    assert f"{tmp_path}/vault holds no checkpoint" in capsys.readouterr().out
+    assert main(["checkpoints", str(run_file), "--uploaded"]) == 0
+    assert f"{tmp_path}/vault has no checkpoint" in capsys.readouterr().out
 
     run_file = shipping(tmp_path / "shared", f'upload_to = "{tmp_path}/vault"')
     assert main(["checkpoints", str(run_file)]) == 2
     said = capsys.readouterr().err
-    assert f"checkpoints here; and what has been shipped is in {tmp_path}/vault: ask" in said
+    assert f"checkpoints here; and uploaded checkpoints are in {tmp_path}/vault: ask" in said
     save(load_plan(run_file).checkpoints, 10, World())
     assert main(["checkpoints", str(run_file)]) == 0
 
@@ -245,9 +245,9 @@ def test_shipped_is_refused_where_nothing_is_shipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = make_run(tmp_path)
-    assert main(["checkpoints", str(run_file), "--shipped"]) == 2
+    assert main(["checkpoints", str(run_file), "--uploaded"]) == 2
     assert (
-        f"{run_file}: checkpoints are not shipped; --shipped needs checkpoint.upload_to there"
+        f"{run_file}: checkpoints are not uploaded; --uploaded needs checkpoint.upload_to there"
         in capsys.readouterr().err
     )
     assert main(["checkpoints", str(run_file)]) == 0
@@ -283,7 +283,7 @@ WRONG_WORDS = {
     "pin": "checkpoints pin: 0 checkpoint(s) named, expected 1, like `checkpoints RUN pin 1000`",
     "verify 10 20": "checkpoints verify: 2 checkpoint(s) named, expected 0 or 1",
     "diff 10": "checkpoints diff: 1 checkpoint(s) named, expected 2, like `checkpoints RUN diff 1000 1000`",
-    "diff 10 20 --shipped": "checkpoints diff: --shipped belongs to list, verify, pin, unpin",
+    "diff 10 20 --uploaded": "checkpoints diff: --uploaded belongs to list, verify, pin, unpin",
 }
 
 

@@ -221,9 +221,7 @@ def test_a_torn_folder_is_no_checkpoint_and_the_next_save_of_its_step_replaces_i
     torn = tmp_path / "step_000000006.partial"
     torn.mkdir()
     (torn / "zero_pp_rank_9_mp_rank_00_model_states.pt").write_text("of a save that was killed")
-    told = (
-        "step_000000006.partial was not finished when it was saved; passed over, deleted after the next save"
-    )
+    told = "step_000000006.partial is an unfinished save; skipped, and deleted after the next save"
     assert _find(tmp_path, world) == ("step_000000003", [told], None)
     _save(tmp_path, 6, world)
     assert "rank_9" not in (tmp_path / "step_000000006/manifest.json").read_text()
@@ -393,7 +391,7 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
     with heard() as told:
         prune(tmp_path, keep=1, keep_every=None)
     torn = tmp_path / "step_000000003.expired.partial"
-    assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training goes on"]
+    assert told == [f"cannot delete {torn}: [Errno 16] Device or resource busy; training continues"]
     assert _find(tmp_path, world) == ("step_000000006", [], None)  # half deleted, it is no checkpoint
 
     monkeypatch.undo()
@@ -402,8 +400,8 @@ def test_a_deletion_that_fails_is_told_and_training_goes_on(
     with heard() as told:
         prune(tmp_path, keep=1, keep_every=None)
     assert told == [
-        f"cannot delete the old checkpoint {tmp_path / step_name(6)}: "
-        "[Errno 16] Device or resource busy; training goes on"
+        f"cannot delete the old checkpoint {tmp_path / step_name(6)}: [Errno 16] Device or resource busy; "
+        f"training continues"
     ]
 
 
@@ -456,8 +454,8 @@ def test_p19_what_a_kill_left_without_its_name_is_named_and_gets_it_back_if_it_i
     found, told, raised = _find(tmp_path, world)
     assert (found, raised) == ("step_000000006", None)
     assert told == [
-        "step_000000006 was whole and had not got its name when it was saved: it has it now",
-        "step_000000009.partial was not finished when it was saved; passed over, deleted after the next save",
+        "step_000000006 was complete but not renamed when the run died; renamed now",
+        "step_000000009.partial is an unfinished save; skipped, and deleted after the next save",
     ]
     assert (tmp_path / "step_000000006.replaced.partial").exists()  # until the next save
 
@@ -470,7 +468,7 @@ def test_p19_the_older_save_of_a_step_comes_back_if_the_newer_is_not_whole(tmp_p
     (tmp_path / "step_000000006.partial" / "run.toml").write_text("cut")
     found, told, _ = _find(tmp_path, world)
     assert found == "step_000000006"
-    assert told == ["step_000000006 was whole and had not got its name when it was saved: it has it now"]
+    assert told == ["step_000000006 was complete but not renamed when the run died; renamed now"]
 
 
 def test_what_is_being_deleted_does_not_come_back(tmp_path: Path) -> None:
@@ -539,7 +537,7 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
     assert found is not None
     assert found.manifest.step == 2
     assert told == [
-        f"the checkpoint of step {step} is passed over: the watchdog has gone back behind it"
+        f"the checkpoint of step {step} is skipped: abandoned by a rollback to an earlier step"
         for step in (6, 4)
     ]
     assert (tmp_path / step_name(6)).exists()  # a start that is refused now has changed nothing

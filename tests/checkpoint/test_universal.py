@@ -312,7 +312,9 @@ def test_a_disk_too_small_is_found_before_anything_is_written(
 ) -> None:
     folder = write_checkpoint(tmp_path)
     monkeypatch.setattr(reshard, "free_bytes", lambda path: 10)
-    with pytest.raises(InputError, match=r"needs [\d,]+ bytes beside it, and .* has 10 free: make room"):
+    with pytest.raises(
+        InputError, match=r"needs [\d,]+ bytes beside it, and .* has 10 free; free disk space"
+    ):
         _prepared(folder)
     assert [p.name for p in tmp_path.iterdir()] == [folder.name]
 

@@ -39,8 +39,8 @@ PATIENCE_SECONDS = 60.0
 NAMES = ("rng/rank_00000.pt", "rng/rank_00001.pt", "run_state.json")
 AGAIN = {"salt": "again", "created": "2026-01-02T00:00:00+00:00"}  # of a later save of the same step
 POINTS = (
-    *("ship begin", "ship file", "remote copied", "ship arrived", "ship manifest"),
-    *("ship prune", "remote delete", "ship mark", "ship forget"),
+    *("upload begin", "upload file", "remote copied", "upload arrived", "upload manifest"),
+    *("upload prune", "remote delete", "upload mark", "upload forget"),
 )
 HOLDS = ((NAMES[0], NAMES[2]), (NAMES[1],))  # what each of two hosts has
 
@@ -227,7 +227,9 @@ def test_a_step_saved_again_replaces_the_one_there_whose_manifest_goes_before_it
     _publish(tmp_path / "here", 10, **AGAIN)
     assert not is_uploaded(folder)  # the mark is of the save before
     monkeypatch.setattr(
-        upload, "write_point", lambda name: steps.append(remote.list_steps()) if name == "ship file" else None
+        upload,
+        "write_point",
+        lambda name: steps.append(remote.list_steps()) if name == "upload file" else None,
     )
     _until_idle(rounds)
     assert steps == [[], [], []]
@@ -293,7 +295,9 @@ def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_t
     assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
 
 
-@pytest.mark.parametrize("point", ["ship begin", "ship file", "ship arrived", "ship manifest", "ship mark"])
+@pytest.mark.parametrize(
+    "point", ["upload begin", "upload file", "upload arrived", "upload manifest", "upload mark"]
+)
 def test_a_checkpoint_that_goes_away_or_is_replaced_meanwhile_is_no_error_and_not_taken_for_shipped(
     point: str, folder_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +312,7 @@ def test_a_checkpoint_that_goes_away_or_is_replaced_meanwhile_is_no_error_and_no
     assert upload_step(folder, remote, 0) is UploadProgress.GONE
     folder = _publish(tmp_path / "here", 20)
     at_point(lambda: _publish(tmp_path / "here", 20, **AGAIN))
-    assert is_uploaded(folder) == (point == "ship begin")  # that one shipped the later save
+    assert is_uploaded(folder) == (point == "upload begin")  # that one shipped the later save
     assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert remote.read(20, "run_state.json") == _files(20, "again")["run_state.json"]
     assert _problem(remote, 20) is None
@@ -442,8 +446,8 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
         _publish(root, step)
     assert kept(only_uploaded=True) == [60, 50, 40, 30]
     assert told == [
-        "the checkpoint of step 20 is deleted and was never shipped: 4 newer ones are here; mend the place, "
-        "or save less often or raise checkpoint.keep_last if it is too slow"
+        "the checkpoint of step 20 is deleted and was never shipped: 4 newer ones exist; fix the remote, "
+        "save less often, or raise checkpoint.keep_last"
     ]
     assert kept() == [60, 50]
     assert len(told) == 1
@@ -461,8 +465,8 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 9  # one a round, not one a checkpoint
     assert lines[1] == (
-        f"ds_pretrain: the checkpoint of step 20 is not shipped to {folder_place} yet: vault: the line is "
-        "dead; trying again in 2 seconds"
+        f"ds_pretrain: the checkpoint of step 20 is not uploaded to {folder_place} yet: vault: the line "
+        f"is dead; trying again in 2 seconds"
     )
     monkeypatch.undo()
     assert rounds.run_once() == 0
@@ -517,7 +521,7 @@ def test_a_connection_cut_in_an_upload_leaves_no_checkpoint_and_is_gone_on_with_
         way.breaks_after = None
         assert shipper.wait(PATIENCE_SECONDS)
     assert _problem(remote, 10) is None
-    assert f"the checkpoint of step 10 is not shipped to {place} yet: {place}: cannot upload " in told
+    assert f"the checkpoint of step 10 is not uploaded to {place} yet: {place}: cannot upload " in told
     assert SECRET not in told
 
 
@@ -545,8 +549,8 @@ def test_not_even_an_error_that_nobody_foresaw_shows_a_credential_or_a_stack(
     command = [sys.executable, "-c", upload._START]
     done = subprocess.run(command, input=orders, capture_output=True, check=False)
     assert done.stderr.decode() == (
-        "ds_pretrain: shipping ends: FileNotFoundError: [Errno 2] No such file or directory: "
-        f"'{tmp_path}/[hidden]/.ship.lock'\n"
+        f"ds_pretrain: the upload process ends: FileNotFoundError: [Errno 2] No such file or directory: "
+        f"'{tmp_path}/[hidden]/.upload.lock'\n"
     )
     assert (done.returncode, done.stdout) == (1, b"")
 
@@ -639,7 +643,7 @@ def test_a_process_that_cannot_start_is_told_and_training_goes_on(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     shipper = Uploader(tmp_path / "here", folder_place, 0, 5, None)
     shipper.start()
-    assert "ds_pretrain: the shipping process does not start: " in capsys.readouterr().err
+    assert "ds_pretrain: the upload process does not start: " in capsys.readouterr().err
     monkeypatch.undo()
     _publish(tmp_path / "here", 10)
     assert shipper.wait(PATIENCE_SECONDS)
@@ -700,7 +704,7 @@ def test_a_word_is_taken_back_before_its_files_become_those_of_another_save(
     monkeypatch.setattr(
         upload,
         "write_point",
-        lambda name: seen.append(remote.list_names(10)) if name == "ship file" else None,
+        lambda name: seen.append(remote.list_names(10)) if name == "upload file" else None,
     )
     upload_step(again, remote, 1)
     assert seen == [["rng"]]
@@ -779,7 +783,7 @@ def test_a_checkpoint_that_is_broken_here_is_said_once_and_holds_up_no_other(
     assert (open_remote(folder_place).list_steps(), is_uploaded(folders[0])) == ([10], True)
     told = capsys.readouterr().err
     assert told.startswith(
-        f"ds_pretrain: the checkpoint of step 20 cannot be shipped to {folder_place}: {reason}"
+        f"ds_pretrain: the checkpoint of step 20 cannot be uploaded to {folder_place}: {reason}"
     )
     assert told.endswith(f"; it is in {folders[1]}\n")
     assert told.count("\n") == 1
@@ -832,7 +836,7 @@ def test_what_killed_uploads_left_is_gone_before_the_manifest_is_there(
     monkeypatch.setattr(
         upload,
         "write_point",
-        lambda name: seen.append(remote.list_unfinished(10)) if name == "ship manifest" else None,
+        lambda name: seen.append(remote.list_unfinished(10)) if name == "upload manifest" else None,
     )
     assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert seen == [[left[3]]]  # host 1 may be about to rename it

@@ -170,7 +170,7 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
         "epochs     no sample came twice within one: counted one by one",
         "skip 1     main draws [152, 200), 48 samples, which steps 20 to 25 would have read: lasting_spike, "
         "decided at step 24 of attempt 1",
-        "dropped    steps 27 to 28: 16 samples read and not learned from",
+        "dropped    steps 27 to 28: 16 samples read, updates not applied",
         "untrained  64 samples: 48 skipped, 16 dropped",
         "rollbacks  2 (replay, skip), which took back 14 steps (1,792 tokens)",
         "restarts   1, which took nothing back",
@@ -427,7 +427,7 @@ def test_missing_lines_are_holes_in_the_record_if_the_counters_around_agree(
     told.change(6, samples=1)
     code, said = _audit(capsys, told.write().out)
     assert "step 6 counts samples to 1 and tokens to 768; expected 48 and 768: a step before it" in said
-    assert "the counters of other steps are wrong too, so whether they were trained cannot be told" in said
+    assert "the counters of other steps are wrong too, so it is unknown whether they were trained" in said
 
 
 @pytest.mark.parametrize("value", [None, "x", float("nan"), float("inf"), 10**30, [1]])
@@ -855,7 +855,7 @@ def test_a_step_that_cannot_be_shown_says_what_there_is(
         ("--rank", 0): "--rank belongs to --step; name the step too",
         ("--attempt", 1): "--attempt belongs to --step; name the step too",
         ("--step", 5, "--skipped"): "--skipped and --step are two questions; ask one at a time",
-        ("--step", 5, "--all"): "--all belongs to the audit of the whole run; leave out --skipped and --step",
+        ("--step", 5, "--all"): "--all audits the whole run and cannot be combined with --skipped or --step",
     }
     for words, message in expected.items():
         code, said = _audit(capsys, told.out, *words)
@@ -916,14 +916,12 @@ def test_a_run_that_cannot_be_audited_says_what_was_expected(
         assert code == 2, said
         return said
 
-    assert "nothing is no run directory and no run file; name one of the two" in refused(tmp_path / "nothing")
-    assert f"{tmp_path} holds no run that was started: expected a run.json and" in refused(tmp_path)
+    assert "nothing is neither a run directory nor a run file; name one" in refused(tmp_path / "nothing")
+    assert f"{tmp_path} is not the directory of a started run; expected a run.json and" in refused(tmp_path)
     told = Told(tmp_path / "run").start()
     assert "has no metrics.jsonl: nothing says which steps were trained; put it back" in refused(told.out)
     told.write()
-    assert "metrics.jsonl holds no step that counts; expected a run that has trained" in refused(
-        told.run_file
-    )
+    assert "metrics.jsonl has no step record; expected a run that has trained" in refused(told.run_file)
     told.lines.append({"event": "step", "attempt": 1, "step": 1})
     assert "metrics.jsonl holds no step that counts" in refused(told.write().out)
     (tmp_path / "run" / "text.bin").rename(tmp_path / "text.bin")

@@ -427,9 +427,9 @@ def test_a_parent_at_a_url_is_fetched_and_verified(
     assert record.lineage.directory == place
     assert main(["checkpoints", str(tmp_path / "cool")]) == 0
     assert f"at step 8: {place}/{step_name(8)} (run parent-id, manifest" in capsys.readouterr().out
-    kept = main(["checkpoints", str(tmp_path / "run.toml"), "--shipped"])
+    kept = main(["checkpoints", str(tmp_path / "run.toml"), "--uploaded"])
     assert (kept, "pinned" in capsys.readouterr().out) == (0, True)
-    assert main(["checkpoints", str(tmp_path / "run.toml"), "unpin", "8", "--shipped"]) == 0
+    assert main(["checkpoints", str(tmp_path / "run.toml"), "unpin", "8", "--uploaded"]) == 0
     assert f"it was pinned because cool ({tmp_path}/cool) began from it" in capsys.readouterr().out
     # The place itself may be named, and is the parent's alone.
     other = [command[0], place, *command[2:], "name=other", f"out={tmp_path}/other"]
@@ -449,7 +449,9 @@ def test_what_cannot_be_fetched_whole_is_refused_and_nothing_is_left_behind(
     assert f"{place} has no checkpoint of step 7; it has: 11, 8, 4" in said
     with monkeypatch.context() as patch:
         patch.setattr(branch_module, "free_bytes", lambda folder: 100)
-        assert "where 100 B are free; make room, or put `out` on a larger disk" in refusal(capsys, command)
+        assert "where 100 B are free; free disk space, or put `out` on a larger disk" in refusal(
+            capsys, command
+        )
     fs, there = url_to_fs(place)
     fs.pipe_file(f"{there}/{step_name(8)}/{SHARD}", b"x" * 1000)
     assert f"is broken: {SHARD} is not what its manifest says; branch from another" in refusal(
@@ -468,9 +470,7 @@ def test_a_run_directory_whose_checkpoints_are_elsewhere_says_what_to_name(
     (out / "checkpoints").rename(tmp_path / "shipped")
     (out / "run.toml").touch()
     said = refusal(capsys, words(tmp_path, 8))
-    assert (
-        "out holds no checkpoint; give the run file, whose checkpoint.upload_to says where they were" in said
-    )
+    assert "out has no checkpoint; give the run file, whose checkpoint.upload_to says where they were" in said
     command = words(tmp_path, 8)
     assert main([command[0], str(tmp_path / "shipped"), *command[2:]]) == 0
 

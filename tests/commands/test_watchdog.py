@@ -201,7 +201,7 @@ def test_lines_without_a_step_are_left_out_and_counted(
         write_event(tmp_path, {"event": "step", **fields})
     assert cli.main(["watchdog", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "8 step records hold no step and loss, and were left out"
+    assert lines[-1] == "8 step records have no step or loss and were ignored"
     assert lines[-2].startswith("300 steps judged: 0 roll_back")
 
 

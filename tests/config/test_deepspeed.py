@@ -414,7 +414,7 @@ def test_all_problems_are_found_at_once() -> None:
         ("[1]", "ds.json must hold one JSON object, found a list"),
         ('{"bf16": {"enabled": true, "enabled": false}}', "ds.json gives the key `enabled` twice; keep one"),
         ('{"a":' * 100_000, "ds.json is not valid JSON: nested too deeply"),
-        ('{"a": NaN}', "ds.json holds NaN, which is no JSON; write a number"),
+        ('{"a": NaN}', "ds.json holds NaN, which is not JSON; write a number"),
         ('{"a": ' + "9" * 5000 + "}", "ds.json is not valid JSON: Exceeds the limit"),
     ],
 )

@@ -204,7 +204,7 @@ REFUSED = [
     (
         (('decay = "25%"', 'decay = "aneal"'),),
         "8 steps",
-        'schedule.decay = "aneal" is no phase (there are: main, long) and no duration, like "10%"',
+        'schedule.decay = "aneal" is neither a phase (known: main, long) nor a duration, like "10%"',
     ),
 ]
 

@@ -243,7 +243,7 @@ def test_numbers_of_an_identity_are_shown_with_their_unit() -> None:
     [
         ('{"a":' * 100_000, "is not valid JSON: nested too deeply"),
         ('{"a": 1, "a": 2}', "gives the key `a` twice; keep one"),
-        ('{"a": Infinity}', "holds Infinity, which is no JSON; write a number"),
+        ('{"a": Infinity}', "holds Infinity, which is not JSON; write a number"),
         ('{"a": ' + "9" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
         ('"x"', "must hold one JSON object, found a text"),
         ("3", "must hold one JSON object, found a number"),

@@ -235,7 +235,7 @@ def test_lost_partial_files_start_over_and_it_is_said(
     (tmp_path / "out.partial/tokens").unlink()
     said: list[str] = []
     assert run([rows], tmp_path / "out", said=said).resumed_at == 0
-    assert "what the interrupted call wrote is no longer there; starting over" in said[0]
+    assert "the files of the interrupted call are gone; starting over" in said[0]
 
 
 def interrupt(

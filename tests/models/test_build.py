@@ -18,7 +18,7 @@ from tests.models import tiny
     [
         (
             {"model_type": "lama"},
-            "model_type \"lama\" is no causal language model of Transformers; did you mean 'llama'",
+            "model_type \"lama\" is not a causal language model of Transformers; did you mean 'llama'",
         ),
         ({"model_type": "bert"}, 'model_type "bert" is an encoder or encoder-decoder family'),
         ({"model_type": "bart"}, "is an encoder or encoder-decoder family"),

@@ -281,8 +281,8 @@ def test_what_can_be_shared_is_not_refused(tmp_path: Path, shared: float, world_
             2,
             ("model.mask_documents=true",),
             {},
-            "and run.toml sets model.mask_documents = true: attention over shared sequences takes no mask, "
-            "so documents would see one another; set it to false, or delete the key",
+            "and run.toml sets model.mask_documents = true: sequence-parallel attention takes no mask, so "
+            "documents would attend to each other; set it to false, or delete the key",
         ),
         (
             2,

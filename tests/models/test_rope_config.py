@@ -283,8 +283,8 @@ REFUSED: dict[str, tuple[dict[str, Any], RopeSection | None, int, str]] = {
     ),
     "a kind that follows the length": (
         BASE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, 8192,
-        'long.rope: the model\'s scaling "dynamic" computes its frequencies anew in each forward, from '
-        'the length of its sequences, and cannot change in a run; set kind = "yarn", "llama3" or "default"',
+        'long.rope: the model\'s scaling "dynamic" recomputes its frequencies in each forward pass and '
+        'cannot change in a run; set kind = "yarn", "llama3" or "default"',
     ),
     "no length to extend": (
         {"model_type": "jamba_like_unknown", "rope_theta": 1e4}, RopeSection(kind="yarn", factor=4.0), 8192,
@@ -353,8 +353,8 @@ def test_p58_a_theta_without_sound_tables_is_refused(kind: Any, theta: float) ->
     factor = None if kind == "default" else 4.0
     [problem] = _problems(tiny.LLAMA, RopeSection(kind=kind, theta=theta, factor=factor), 64)
     assert problem == (
-        f"long.rope.theta = {theta:g}: expected 2 to 1e+30, where tables in fp32 are exact; usual are "
-        "10,000 to 1e8"
+        f"long.rope.theta = {theta:g}: expected 2 to 1e+30, where fp32 tables are exact; common values "
+        f"are 10,000 to 1e8"
     )
 
 

@@ -422,7 +422,7 @@ def test_a_run_that_needs_a_person_says_so_on_top_with_its_diagnosis(tmp_path: P
         "needs_operator", 9, incident=2, reason="the budget is spent", diagnosis=diagnosis, to_step=5, onset=7
     )
     text = page(tmp_path, [event("start", 0), asked])
-    assert now(text).startswith("**Now: NEEDS A PERSON (2026-09-21 14:13:20 UTC, step 9")
+    assert now(text).startswith("**Now: OPERATOR ACTION REQUIRED (2026-09-21 14:13:20 UTC, step 9")
     block = "    step 9: nothing is left to try\n      step 5: spike; replay"
     assert text.index(block) < text.index("## ")
     assert "Decided: **a person is needed**: the budget is spent; the next start goes on from step 5." in text
@@ -481,14 +481,14 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         "resume, 1 rank (before: 2); the start before left no word of its end: killed, or failed",
         "resume, 2 ranks, from step_000000095",
         "schedule.peak_lr changed: 0.1 before, *8M* from this start on",
-        "stopped on request; saved, the same command goes on from there",
+        "preempted, checkpoint saved; rerun the same command to resume",
         "observed: the watchdog would skip",
         "saves work again",
         "SAVE FAILED, number 2 in a row: no room",
         "a slow rise of the loss, healed: healed",
         "3 times since step 40, a slow rise of the loss, watched: rose 80",
-        "update dropped for a loss or gradient norm that is no number",
-        "2 times since step 3, update dropped for a wild gradient norm",
+        "update dropped for a non-finite loss or gradient norm",
+        "2 times since step 3, update dropped for an outlier gradient norm",
         "start, 2 ranks",
     ]
 

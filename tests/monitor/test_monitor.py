@@ -226,7 +226,7 @@ def test_a_full_disk_is_told_once_counted_and_survived(
         for step in range(1, 6):
             monitor.step(at(step))
     said = capsys.readouterr()
-    assert said.err.count("No space left on device; training goes on without these records") == 1
+    assert said.err.count("No space left on device; training continues without these records") == 1
     assert "monitoring: writing to JsonLines: OSError: 5 times in all" in said.err
     assert said.out.startswith("step 1/100")
 

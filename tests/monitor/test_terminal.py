@@ -42,7 +42,7 @@ def test_the_step_line_leaves_out_what_is_unknown_and_shows_a_dropped_update() -
     record = step(3, grad_norm=None, clip_factor=None, update_applied=False, loss=math.nan, z_loss=0.00123)
     record |= {"mfu": None, "tokens_per_second": None, "eta_seconds": None, "step_seconds": 0.0}
     assert format_step(record, 10) == (
-        "step 3/10 30.0%  loss nan  z 1.23e-03  lr 2.40e-04  norm non-finite  UPDATE DROPPED  1.23M tokens"
+        "step 3/10 30.0%  loss nan  z 1.23e-03  lr 2.40e-04  norm non-finite  UPDATE SKIPPED  1.23M tokens"
     )
 
 

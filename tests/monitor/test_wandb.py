@@ -134,7 +134,7 @@ def test_p53_a_client_that_never_starts_costs_its_records_and_nothing_else(
         sink.write(record(step))
     sink.close()
     assert capsys.readouterr().err.splitlines() == [
-        "monitoring degraded: W&B: OSError: unreachable; training goes on; metrics.jsonl has everything",
+        "monitoring degraded: W&B: OSError: unreachable; training continues; metrics.jsonl has everything",
         "W&B did not get 12 records; metrics.jsonl has everything",
     ]
 
@@ -153,8 +153,8 @@ def test_p53_a_client_that_raises_at_step_3_costs_that_record_and_one_message(
     sink.close()
     assert (steps(client), client.finished, sink.num_lost) == ([1, 2, 4, 5], 1, 1)
     assert capsys.readouterr().err.splitlines() == [
-        "monitoring degraded: W&B: BrokenPipeError: the client died; training goes on; "
-        "metrics.jsonl has everything",
+        "monitoring degraded: W&B: BrokenPipeError: the client died; training continues; metrics.jsonl "
+        "has everything",
         "W&B did not get 1 record; metrics.jsonl has everything",
     ]
 
@@ -183,7 +183,9 @@ def test_p53_a_call_that_never_returns_delays_neither_steps_nor_the_end(
     errors = capsys.readouterr().err
     forever.set()
     sink._thread.join()
-    assert errors.count("monitoring degraded: W&B: a call has not returned for 0.05 s; training goes on") == 1
+    assert (
+        errors.count("monitoring degraded: W&B: a call has not returned for 0.05 s; training continues") == 1
+    )
     assert "records; metrics.jsonl has everything" in errors
     assert sink.num_lost > 0
 
@@ -271,7 +273,7 @@ def test_p53_a_killed_client_process_costs_its_records_and_not_the_run(tmp_path:
 def test_p53_a_frozen_client_process_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
     ((said, seconds),) = run_ranks(_lose_the_service, 1, str(tmp_path), signal.SIGSTOP)
     assert said[0] == (
-        "monitoring degraded: W&B: it did not finish within 3 s; training goes on; "
-        "metrics.jsonl has everything"
+        "monitoring degraded: W&B: it did not finish within 3 s; training continues; metrics.jsonl has "
+        "everything"
     )
     assert seconds < 20  # 3 plus what a busy machine adds; without the limit it would be for ever

@@ -6,7 +6,7 @@ from typing import Any
 from tests.harness import Fault
 from tests.scenario import LLAMA, make_run
 
-CURE_POINTS = ("cure", "cured")  # the write points of a rollback
+CURE_POINTS = ("rollback log", "rolled back")  # the write points of a rollback
 BATCH = 8  # samples of a step, unless a test says otherwise
 POISON = Fault("labels", 20 * BATCH, 24 * BATCH)  # what steps 21 to 24 read
 OPTIONS: dict[str, Any] = {

@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_are_named_before_anything_is_made(
         "in another shape 1 of the model's tensors: model.layers.0.mlp.up_proj.weight [3, 32], expected [64"
         in said
     )
-    assert "has 1 tensor that the model of its config.json has no place for: model.layers.7" in said
+    assert "has 1 tensor that the model of its config.json does not have: model.layers.7" in said
     assert not (tmp_path / "out" / "run.json").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ds_pretrain.models.config_check._can_import", lambda: False)

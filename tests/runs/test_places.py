@@ -295,7 +295,7 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
     overrides = (f"checkpoint.upload_to={tmp_path}/vault",)
     [ended] = run_ranks(_with_no_patience, 1, str(run_file), overrides)
     assert ended.code == EXIT_FINISHED
-    assert f"not shipped to {tmp_path}/vault yet: steps 1, 2, 4; they are in" in ended.stderr
+    assert f"not uploaded to {tmp_path}/vault yet: steps 1, 2, 4; they are in" in ended.stderr
     [ended] = run_ranks(start, 1, str(run_file), (*overrides, "schedule.length=4 steps"))
     assert "all 4 steps are done" in ended.stdout
     assert _steps(tmp_path / "vault") == [1, 2, 4]
@@ -347,14 +347,14 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
         assert "4 of 6 steps done" in second[0].stdout
 
         use_s3(monkeypatch, *server, tmp_path)
-        assert main(["checkpoints", str(run_file), "--shipped"]) == 0
-        assert main(["checkpoints", str(run_file), "verify", "--shipped"]) == 0
-        assert main(["checkpoints", str(run_file), "pin", "4", "--shipped"]) == 0
+        assert main(["checkpoints", str(run_file), "--uploaded"]) == 0
+        assert main(["checkpoints", str(run_file), "verify", "--uploaded"]) == 0
+        assert main(["checkpoints", str(run_file), "pin", "4", "--uploaded"]) == 0
         said = capsys.readouterr().out
         assert [line.split()[0] for line in said.splitlines()[:3]] == ["step", "6", "4"]
         assert "step_000000006  intact\nstep_000000004  intact\nstep_000000004 is kept for good" in said
-        assert main(["checkpoints", str(run_file), "verify", "5", "--shipped"]) == EXIT_BAD_INPUT
-        assert main(["checkpoints", str(run_file), "diff", "4", "6", "--shipped"]) == EXIT_BAD_INPUT
+        assert main(["checkpoints", str(run_file), "verify", "5", "--uploaded"]) == EXIT_BAD_INPUT
+        assert main(["checkpoints", str(run_file), "diff", "4", "6", "--uploaded"]) == EXIT_BAD_INPUT
     assert trace(out)[-2:] == straight[-2:]
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
     spoken = [text.encode() for ended in (*first, *second) for text in (ended.stdout, ended.stderr)]
@@ -408,7 +408,7 @@ def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_is_not_shipp
     ranks = run_ranks(_until_6_is_shipped, 2, str(run_file), str(hosts), out, elsewhere)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "all 6 steps are done" in ranks[0].stdout
-    assert f"not shipped to {tmp_path}/again/checkpoints yet: steps " in ranks[0].stderr
+    assert f"not uploaded to {tmp_path}/again/checkpoints yet: steps " in ranks[0].stderr
     assert 6 in _steps(tmp_path / "again" / "checkpoints")
 
 
@@ -488,10 +488,7 @@ def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int)
     run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
     [ended] = run_ranks(start, 1, str(run_file), ("--stop-after", str(step)))
     assert ended.code == EXIT_BAD_INPUT
-    assert (
-        f"--stop-after {step}: the run stands at step 3 of 6; give a step that is still to come"
-        in ended.stderr
-    )
+    assert f"--stop-after {step}: the run stands at step 3 of 6; give a later step" in ended.stderr
 
 
 def test_a_checkpoint_of_another_run_in_the_run_directory_is_refused_by_name(tmp_path: Path) -> None:
@@ -536,7 +533,7 @@ def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("resume_from=nope", "resume_from = nope is no folder; name a checkpoint's"),
+        ("resume_from=nope", "resume_from = nope is not a folder; name a checkpoint folder"),
         ("resume_from={file}_s", "holds checkpoints and is none; name one, like"),
         ("checkpoint.upload_to={out}", "is the run directory; name another place"),
         ("checkpoint.upload_to={file}", "is not a folder"),

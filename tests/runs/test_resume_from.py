@@ -99,7 +99,7 @@ def test_a_broken_or_absent_checkpoint_to_begin_from_is_named_and_not_moved(
         (overrides, f"{origin} does not verify: {shard.name} has"),
         (
             (f"resume_from={tmp_path}/nothing", overrides[1]),
-            f"resume_from = {tmp_path}/nothing is no folder; name a checkpoint's",
+            f"resume_from = {tmp_path}/nothing is not a folder; name a checkpoint folder",
         ),
     ):
         ranks = run_ranks(start, 2, str(run_file), words)

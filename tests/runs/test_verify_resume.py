@@ -213,8 +213,8 @@ def test_what_was_proven_is_told_by_phase_and_batch() -> None:
     assert list(describe_coverage(timeline, 3, 6)) == [
         "proved     a resume after step 3, through steps 4 to 6: main (64 tokens a step), main (128 tokens a "
         "step)",
-        "not proved long from step 8; --from STEP begins at a checkpoint of the run: with one from K steps "
-        "before a change, the resume stands right on it",
+        "not proved long from step 8; --from STEP starts at a checkpoint of the run: one from K steps "
+        "before a change puts the resume right on it",
     ]
     assert next(describe_coverage(timeline, 4, 8)).endswith("steps 5 to 8: main (128 tokens a step)")
 
@@ -387,7 +387,7 @@ RECORD = {
 }
 OTHER = {
     "batch_checksum": (6, "step 4: its samples differ (batch_checksum): 5 uninterrupted, 6 resumed"),
-    "samples": (9, "step 4: it stands at another sample: 8 uninterrupted, 9 resumed"),
+    "samples": (9, "step 4: it is at another sample: 8 uninterrupted, 9 resumed"),
     "num_valid_tokens": (7, "step 4: its number of valid tokens differs: 128 uninterrupted, 7 resumed"),
     "learning_rate": (0.2, "step 4: its learning rate differs: 0.1 uninterrupted, 0.2 resumed"),
     "loss": (1.5, "step 4: its loss differs: nan uninterrupted, 1.5 resumed"),

@@ -14,7 +14,7 @@ def test_the_use_of_the_data_is_told_again_with_what_is_skipped(tmp_path: Path) 
     assert list(format_skips(plan, sources, SkipLedger())) == []
     ledger = SkipLedger((Skip("main", 10, 40, "spike", 3, 1), Skip("main", 30, 50, "spike", 5, 2)))
     first, *rest = format_skips(plan, sources, ledger)
-    assert first == "skipped    40 samples of main; with these left out the data of the run is:"
+    assert first == "skipped    40 samples of main; without them the run's data is:"
     assert [line[: line.index(":")] for line in rest] == ["source     code", "source     text"]
     tokens = [int(line.split(" of the draws, ")[1].split()[0].replace(",", "")) for line in rest]
     assert sum(tokens) == (12 * 8 + 40) * 16

@@ -335,9 +335,9 @@ def test_a_limit_within_the_usual_norms_is_refused(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     assert problems_of(load_plan(run_file, ["watchdog.skip_update_sigmas=8"])) == []
     assert problems_of(load_plan(run_file, ["watchdog.skip_update_sigmas=7.5"])) == [
-        f"{run_file}: watchdog.skip_update_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so norms that "
-        f"count as "
-        "usual would be dropped, and the spread would shrink with each; raise the one or lower the other"
+        f"{run_file}: watchdog.skip_update_sigmas = 7.5 is below watchdog.norm_sigmas = 8, so updates "
+        f"with normal norms would be skipped and the sigma would shrink with each; raise "
+        f"skip_update_sigmas or lower norm_sigmas"
     ]
 
 
