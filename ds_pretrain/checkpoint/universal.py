@@ -74,11 +74,11 @@ def prepare_universal(
             world, lambda: find_universal_damage(cache, manifest, world), poll_seconds=poll_seconds
         )
         reason = next((each for each in found if each is not None), None)
-    changed = f"{folder.name} was saved otherwise ({', '.join(changes)})"
+    changed = f"resharding {folder.name} ({', '.join(changes)})"
     if form is not None and reason is None:
         log.info(f"{changed}: using {cache.name}, which verifies")
         return form
-    log.info(f"{changed}: converting it, once ({reason})")
+    log.info(f"{changed}: converting once ({reason})")
     doing = f"converting {folder.name}"
 
     def convert_once() -> None:

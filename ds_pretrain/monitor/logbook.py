@@ -273,7 +273,10 @@ def _describe_event(record: Record) -> str:
     if kind == "skipped_update":
         return f"update skipped for {_format_plain(record.get('cause'))}"
     if kind == "save_failed":
-        return f"SAVE FAILED, number {record.get('in_a_row')} in a row: {_format_line(record.get('problem'))}"
+        return (
+            f"SAVE FAILED, number {record.get('num_consecutive')} in a row: "
+            f"{_format_line(record.get('problem'))}"
+        )
     if kind == "config_changed":
         old, new = _format_line(record.get("old")), _format_line(record.get("new"))
         return f"{_format_line(record.get('field'))} changed: {old} before, {new} from this start on"

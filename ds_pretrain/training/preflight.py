@@ -346,7 +346,7 @@ def _format_model(plan: Plan) -> str:
         name
         for name, on in (
             ("QK-norm", plan.run.model.qk_norm),
-            ("recompute", plan.run.model.activation_checkpointing),
+            ("activation checkpointing", plan.run.model.activation_checkpointing),
         )
         if on
     ]
@@ -357,7 +357,7 @@ def _format_model(plan: Plan) -> str:
     if count is not None:
         size = (
             f"{count.total:,} parameters ({count.non_embedding:,} without embeddings), "
-            f"{plan.timeline.total_tokens / count.total:.1f} tokens a parameter"
+            f"{plan.timeline.total_tokens / count.total:.3g} tokens/param"
         )
     return ", ".join([f"{plan.model.get('model_type')}: {size}", *extras])
 
@@ -367,7 +367,7 @@ def _format_sources(plan: Plan, inputs: Inputs) -> Iterator[str]:
     warnings: list[str] = []
     for name in plan.chunk_tokens:
         words, odd = _describe_separators(inputs.sources[name])
-        yield f"separators {name}: {words or 'not counted'}"
+        yield f"data       {name}: {words or 'not counted'}"
         warnings += odd
     for name, source in inputs.validation.items():
         words, odd = _describe_separators(source)
@@ -401,7 +401,7 @@ def _describe_separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
     """Say how often a document ends in a source, if known, and warn if it is odd."""
     report = describe_source(source)
     rate = report.eos_per_million
-    return ("" if rate is None else f"{rate:,.0f} EOS a million tokens"), report.warnings
+    return ("" if rate is None else f"{rate:,.0f} EOS per 1M tokens"), report.warnings
 
 
 def format_lr_summary(plan: Plan) -> Iterator[str]:
@@ -409,13 +409,13 @@ def format_lr_summary(plan: Plan) -> Iterator[str]:
     corners = (
         f"{name} {step:,}: {_compute_lr(plan, step):.3g}" for name, step in plan.schedule.corners().items()
     )
-    yield f"rate       {', '.join(corners)}"
+    yield f"lr         {', '.join(corners)}"
     segments, batch = plan.timeline.segments, plan.run.batch
     changes = [b for a, b in pairwise(segments) if b.tokens_per_step != a.tokens_per_step]
     if batch.lr_scaling != "none" and (changes or plan.lr_factor(0) != 1):
         words = (
             f"x {plan.lr_factor(s.first_step):.3g} from step {s.first_step:,} "
-            f"({format_count_of(s.tokens_per_step, 'token')} a step, rate "
+            f"({format_count_of(s.tokens_per_step, 'token')} per step, lr "
             f"{_compute_lr(plan, s.first_step):.3g})"
             for s in (segments[0], *changes)
         )

@@ -99,7 +99,7 @@ def resume(
     if world.is_main:
         say(
             sys.stdout,
-            f"resumed    {found.folder}: {state.step:,} of {plan.last_step:,} steps done; {probed}",
+            f"resume     step {state.step:,}/{plan.last_step:,} from {found.folder} ({probed})",
         )
     monitor.event(
         "resume",
@@ -165,33 +165,29 @@ def check_probe(
     """
     saved = manifest.probe
     if saved is None or not isfinite(saved.loss):
-        return "no loss was stored with it to compare"
+        return "no probe loss in the checkpoint"
     there = manifest.world_size, saved.num_ranks
     here = world.size, world.data_parallel_world(plan.sequence_parallel_size).size
     if there != here and (rates := _find_dropout(json.loads(plan.model_text))):
-        return (
-            f"its loss cannot be compared on other ranks: the model drops out at random ({', '.join(rates)})"
-        )
+        return f"probe loss not compared: another world size, and the model has dropout ({', '.join(rates)})"
     before, now = (
         list_ropes_until(one, saved.step) for one in (manifest.identity, compute_identity(plan, {}))
     )
     if before != now:
         return (
-            f"its loss cannot be compared: it is of step {saved.step + 1:,}, in phase "
-            f"{plan.phase_at(saved.step).name}, whose rotary positions are others now"
+            f"probe loss not compared: it is of step {saved.step + 1:,}, in phase "
+            f"{plan.phase_at(saved.step).name}, whose rope changed"
         )
     if plan.timeline.at(saved.step).sequences // saved.num_ranks < saved.micro_batch_size:
-        return (
-            f"its loss cannot be compared: it is of step {saved.step + 1:,}, which reads fewer sequences now"
-        )
+        return f"probe loss not compared: it is of step {saved.step + 1:,}, which now reads fewer sequences"
     then = RunState(saved.step, state.ledger)
     batches, checksum = loader.first_micro_batches(then, saved.num_ranks, saved.micro_batch_size)
     if checksum != saved.checksum:
-        return "its loss cannot be compared: the data there is not what it was"
+        return "probe loss not compared: the data of its step changed"
     loss, _ = _compute_mean_loss(engine, batches, 0, world)
     tolerance = TOLERANCE["bf16" if uses_bf16(plan.deepspeed) else "fp32"] * max(1.0, abs(saved.loss))
     if abs(loss - saved.loss) <= tolerance:
-        return f"its loss on the first micro-batches of step {saved.step + 1:,} is what it was ({loss:.6f})"
+        return f"probe loss {loss:.6f} at step {saved.step + 1:,}, matches"
     found = (
         f"the restored model has loss {loss:.6f} on the first micro-batches of step {saved.step + 1:,}, and "
         f"had {saved.loss:.6f} when it was saved"

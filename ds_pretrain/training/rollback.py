@@ -130,7 +130,7 @@ class Watchdog:
             state, found.state, response, rollback, self._plan.run.watchdog, self._plan.timeline
         )
         self._written(after)
-        log.warning(f"step {step:,}: {verdict.message}; {response.action}: going on {response.reason}")
+        log.warning(f"step {step:,}: {verdict.message}; {response.action} {response.reason}")
         self._told(after, loader, verdict, response.reason)
         store.discard_after(self._storage, after.step, self._world)
         store.restore(found, engine, self._plan.run.seed, self._world)
@@ -211,7 +211,7 @@ class Watchdog:
             run_on_main(self._world, lambda: write_rollback_log(self._plan.out, after, unreported))
         except RunError as problem:
             if unreported is not None:
-                log.warning(f"that the run operator action required cannot be written down: {problem}")
+                log.warning(f"cannot record that operator action is required: {problem}")
                 return
             path = self._plan.out / ROLLBACKS
             raise mark_agreed(

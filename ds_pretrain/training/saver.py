@@ -267,12 +267,12 @@ class Saver:
         self._num_failed += 1
         limit = self._plan.run.checkpoint.max_consecutive_failures
         told = (
-            f"the checkpoint of step {outcome.step:,} was not saved: {outcome.problem}; "
-            f"the one before it is intact ({self._num_failed} of {limit} failures in a row that stop the run)"
+            f"checkpoint step {outcome.step:,} was not saved: {outcome.problem}; the previous one is "
+            f"intact ({self._num_failed} of {limit} consecutive failures)"
         )
         log.warning(told)
         self._monitor.event(
-            "save_failed", step=outcome.step, problem=outcome.problem, in_a_row=self._num_failed
+            "save_failed", step=outcome.step, problem=outcome.problem, num_consecutive=self._num_failed
         )
         if self._num_failed >= limit:
             raise CannotSave(

@@ -218,7 +218,7 @@ def open_run_engine(plan: Plan, world: World, pretrained: Pretrained | None = No
     restore_rotary(model.module)  # the engine casts buffers too, and rounded angles collide far out
     if world.is_main:
         say(sys.stdout, f"built      {model.num_parameters:,} parameters; QK-norm: {model.qk_norm or 'off'}")
-        say(sys.stdout, f"weights    {_format_weights(pretrained, model.weights)}")
+        say(sys.stdout, f"init       {_format_weights(pretrained, model.weights)}")
     if masked:
         with preserve_streams(), engine.evaluation_mode():
             refuse_leaks(
@@ -234,10 +234,13 @@ def open_run_engine(plan: Plan, world: World, pretrained: Pretrained | None = No
 
 def _format_weights(pretrained: Pretrained | None, weights: Sequence[KindReport]) -> str:
     if pretrained is not None:
-        return f"{len(weights)} kinds loaded from {pretrained.folder} (fingerprint {pretrained.fingerprint})"
+        return (
+            f"{len(weights)} weight kinds loaded from {pretrained.folder} (fingerprint "
+            f"{pretrained.fingerprint})"
+        )
     drawn = [kind for kind in weights if kind.asked_std > 0]
     off = max((abs(kind.measured_std / kind.asked_std - 1) for kind in drawn), default=0.0)
-    return f"{len(drawn)} kinds drawn, each std within {off:.1%} of what was asked"
+    return f"{len(drawn)} weight kinds, std within {off:.1%} of target"
 
 
 class PhaseSwitch:

@@ -126,10 +126,7 @@ def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_pat
             assert torch.equal(loaded.reshape(-1), torch.arange(1.0, 16.0)[: loaded.numel()] * factor)
     assert found.manifest.groups == (Group("decay", ("a.weight",)), Group("no_decay", ("a.bias",)))
     assert (found.manifest.world_size, found.manifest.zero_stage) == (2, 3)
-    assert told == [
-        f"{folder.name} was saved otherwise (ranks 2 -> 3): converting it, once "
-        "(there is no universal form yet)"
-    ]
+    assert told == [f"{folder.name} (ranks 2 -> 3): converting once (there is no universal form yet)"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
 
 

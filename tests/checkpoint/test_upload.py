@@ -99,7 +99,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return put(self, path, step, name)
 
-    monkeypatch.setattr(Remote, "put", watched)
+    monkeypatch.setattr(Remote, "upload", watched)
     return names
 
 
@@ -268,11 +268,11 @@ def test_a_file_that_arrives_damaged_is_sent_once_more(
     damages = iter([True, False, False, False])
     put = Remote.upload
     wrong = FileEntry(1, "00")
-    monkeypatch.setattr(Remote, "put", lambda *args: wrong if next(damages) else put(*args))
+    monkeypatch.setattr(Remote, "upload", lambda *args: wrong if next(damages) else put(*args))
     assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
     folder = _publish(tmp_path / "here", 20)
-    monkeypatch.setattr(Remote, "put", lambda *args: wrong)
+    monkeypatch.setattr(Remote, "upload", lambda *args: wrong)
     with pytest.raises(OSError, match=r"rank_00000\.pt of step 20 arrived damaged twice"):
         upload_step(folder, remote, 0)
     assert remote.read(20, "manifest.json") is None
@@ -721,7 +721,7 @@ def test_a_manifest_that_came_meanwhile_is_not_taken_for_that_of_an_earlier_save
         assert upload_step(a, remote, 0) is UploadProgress.SHIPPED
         return names(self, step)
 
-    monkeypatch.setattr(Remote, "names", meanwhile)
+    monkeypatch.setattr(Remote, "list_names", meanwhile)
     assert upload_step(late, remote, 1) is UploadProgress.SHIPPED
     assert _problem(remote, 10) is None
 
@@ -740,7 +740,7 @@ def test_a_damaged_file_here_never_replaces_the_good_one_of_another_host(
     for name in ("rng/rank_00000.pt", "rng/rank_00001.pt"):
         remote.upload(good / name, 10, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Remote, "put", lambda self, *args: put(*args))
+        patch.setattr(Remote, "upload", lambda self, *args: put(*args))
         with pytest.raises(NotAsListed, match=r"run_state\.json is not what its manifest says"):
             upload_step(bad, remote, 1)
     assert remote.read(10, "run_state.json") == b"not whole yet"

@@ -491,7 +491,7 @@ def test_a_copy_that_reads_back_as_something_else_is_refused(
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         return entry
 
-    monkeypatch.setattr(Remote, "fetch", flipped)
+    monkeypatch.setattr(Remote, "download", flipped)
     said = refusal(capsys, words(tmp_path, 8))
     assert "was copied and reads back wrong (the checksum of run_state.json does not match" in said
     assert contents(tmp_path / "cool") == [".run.lock"]

@@ -282,7 +282,7 @@ def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_ea
     ramp = f'lr_scaling = "{rule}"\nramp = {{ "0" = 64, "4 steps" = 128 }}\ntokens = 128'
     plan = _plan(tmp_path, ("tokens = 128", ramp))
     corners, words, *_ = format_lr_summary(plan)
-    assert corners.startswith(f"rate       start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
+    assert corners.startswith(f"lr         start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
     assert words == (
         f"           batch.lr_scaling {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 "
         f"from "
@@ -321,7 +321,7 @@ def test_a_ramp_without_a_rule_changes_no_rate_and_a_warmup_may_fill_the_run(tmp
         "batch.lr_scaling=sqrt",
     ]
     first = next(format_lr_summary(load_plan(make_run(tmp_path / "whole"), whole)))
-    assert first == "rate       start 0: 0, warmup end 12: 1, middle 12: 1, last 11: 0.917"
+    assert first == "lr         start 0: 0, warmup end 12: 1, middle 12: 1, last 11: 0.917"
 
 
 def test_the_rate_is_drawn_with_the_phases_below_it(tmp_path: Path) -> None:

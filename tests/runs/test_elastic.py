@@ -163,9 +163,7 @@ def test_p04_ranks_that_were_there_keep_their_streams_and_new_ones_get_derived_o
 
 def test_p15_the_log_says_what_differs_and_that_the_form_beside_the_checkpoint_is_used(pairs: Pairs) -> None:
     for (before, after), outcomes in pairs.continued.items():
-        said = (
-            f"step_000000003 was saved otherwise (ranks {before} -> {after}): using step_000000003.universal"
-        )
+        said = f"step_000000003 (ranks {before} -> {after}): using step_000000003.universal"
         assert said in outcomes[0].stderr
 
 

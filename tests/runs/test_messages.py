@@ -86,7 +86,7 @@ def test_a_probe_on_other_data_is_said_not_to_be_one(tmp_path: Path) -> None:
         (tmp_path / f"{source}.bin").write_bytes(bytes(data))
     [ended] = run_ranks(start, 1, str(run_file), ('accept_changes=["sources"]',))
     assert ended.code == EXIT_FINISHED, ended.stderr
-    assert "its loss cannot be compared: the data there is not what it was" in ended.stdout
+    assert "probe loss not compared: the data of its step changed" in ended.stdout
 
 
 def test_a_file_that_is_another_here_than_where_it_was_written_stops_a_publication(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def _with_a_dead_place(world: World, run_file: str, overrides: tuple[str, ...]) 
         raise ConnectionError(f"{self.location}: cannot read {name} of step {step}: the host is down")
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(Remote, "fetch", dead)
+    patch.setattr(Remote, "download", dead)
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended

@@ -211,7 +211,7 @@ def test_p50_a_signal_in_the_last_save_lets_the_run_finish(tmp_path: Path, strai
 
 
 def _terminate_at_the_end(world: World, run_file: str) -> Record:
-    _before(saving.Saver, "save_surely", lambda: _terminate(again=True))
+    _before(saving.Saver, "save_blocking", lambda: _terminate(again=True))
     return start(world, run_file)
 
 

@@ -54,7 +54,7 @@ def test_a_run_begins_where_the_other_ones_checkpoint_stands_and_trains_what_tha
     run_file, overrides = _child(tmp_path, origin)
     ranks = run_ranks(start, num_ranks, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks
-    assert f"resumed    {origin}: 4 of 6 steps done" in ranks[0].stdout
+    assert f"resume     step 4/6 from {origin} (" in ranks[0].stdout
     record = json.loads((tmp_path / "child" / "run.json").read_text())
     assert record["origin"] == str(origin)
     assert record["attempt"] == 1
@@ -151,7 +151,7 @@ def test_a_universal_checkpoint_of_deepspeeds_own_tool_takes_its_word_and_a_flag
 
     ranks = run_ranks(start, 3, str(run_file), (*allowed, "--trust-pickle"))
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 3
-    assert f"resumed    {foreign}: 4 of 6 steps done; no loss was stored with it" in ranks[0].stdout
+    assert f"resume     step 4/6 from {foreign} (no probe loss in the checkpoint)" in ranks[0].stdout
     assert "as --trust-pickle allows" in ranks[0].stderr
     run_ranks(record_run, 2, str(tmp_path / "parent" / "run.toml"))
     losses = [

@@ -51,7 +51,7 @@ def test_a_stop_is_saved_by_all_ranks_and_resumed_exactly(tmp_path: Path, straig
 
     ended = run_ranks(start, 2, str(run_file))[0]
     assert ended.code == EXIT_FINISHED
-    assert f"resumed    {out}/checkpoints/step_{step:09d}: {step} of {STEPS} steps done" in ended.stdout
+    assert f"resume     step {step}/{STEPS} from {out}/checkpoints/step_{step:09d}" in ended.stdout
     assert read_exit(out) == EXIT_FINISHED
     assert trace(out) == trace(straight)
 

@@ -44,8 +44,8 @@ def test_p12_the_first_line_is_the_resolved_schedule(tmp_path: Path) -> None:
     ]
     first = lines_of(load_plan(make_run(tmp_path), overrides))[0]
     assert first == (
-        "rate       start 0: 0, warmup end 2,000: 0.0003, middle 23,500: 0.0003, "
-        "decay start 45,000: 0.0003, last 49,999: 6e-08"
+        "lr         start 0: 0, warmup end 2,000: 0.0003, middle 23,500: 0.0003, decay start 45,000: "
+        "0.0003, last 49,999: 6e-08"
     )
 
 
@@ -81,7 +81,7 @@ def test_the_summary_says_what_the_run_resolves_to(tmp_path: Path) -> None:
         "source     text: ",
         "source     code: ",
         "validation held_out: ",
-        "EOS a million tokens",
+        "EOS per 1M tokens",
     ):
         assert fact in text
 
@@ -92,10 +92,10 @@ def test_how_often_documents_end_is_told_beside_the_name_of_the_source_and_warni
     plan = load_plan(make_run(tmp_path))
     (tmp_path / "code.json").unlink(missing_ok=True)
     lines = lines_of(plan, 2)
-    rates = [line for line in lines if "EOS a million" in line or line.startswith("separators")]
+    rates = [line for line in lines if "EOS per 1M" in line or line.startswith("data       ")]
     names = [line.split(":")[0] for line in rates]
-    assert names == ["separators text", "separators code", "validation held_out"]
-    assert rates[1] == "separators code: not counted"
+    assert names == ["data       text", "data       code", "validation held_out"]
+    assert rates[1] == "data       code: not counted"
     after = lines[lines.index(rates[-1]) + 1 :]
     assert any(line.startswith("warning    ") and "nothing says which id is EOS" in line for line in after)
 
