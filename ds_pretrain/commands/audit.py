@@ -44,7 +44,7 @@ _ROWS = 64  # samples read at once
 _SHORT = 200  # characters of a sample, unless one rank's are asked for
 
 
-def audit_command(words: Any) -> int:
+def execute(words: Any) -> int:
     """Prove the run, show a step, or list what was skipped; 1 if something does not hold."""
     _refuse_contradictions(words)
     with open_audited(Path(words.run), words.overrides) as run:

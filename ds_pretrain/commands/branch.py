@@ -83,7 +83,7 @@ class Parent:
         return None if "://" in self.directory else Path(self.where)
 
 
-def run_branch(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Make a run that begins from a checkpoint of another."""
     create_branch(find_parent_location(words.parent), words.at, load_plan(words.run_file, words.overrides))
     return 0

@@ -23,7 +23,7 @@ from ds_pretrain.training.preflight import build_problems, find_problems, format
 _NEWEST = 1000  # measurements of each kind: an older one may be of other hardware
 
 
-def check_command(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Print what the run file resolves to; an InputError has all that is wrong with it."""
     with hide_transformers() if words.quick else nullcontext():
         return _check(words)

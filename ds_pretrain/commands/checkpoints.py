@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_checkpoints(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """List, verify, compare, pin or convert the checkpoints of a run."""
     action = _ACTIONS[words.action]
     if words.uploaded and not action.is_there:

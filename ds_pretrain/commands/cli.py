@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     LogToStderr().install()
     try:
         module = import_module(f"ds_pretrain.commands.{words.module}")
-        code: int = getattr(module, f"{words.module}_command")(words)
+        code: int = module.execute(words)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_unread(sys.stdout)
@@ -58,7 +58,7 @@ def _is_override(word: str) -> bool:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    """Each sub-command is `NAME_command` of the module of its name."""
+    """Each sub-command is `execute` of the module of its name."""
     parser = argparse.ArgumentParser(
         prog="ds-pretrain", description="Pretrain language models with DeepSpeed."
     )

@@ -7,7 +7,7 @@ from ds_pretrain.core.text import format_count_of
 from ds_pretrain.data.prepare import PrepareOptions, prepare
 
 
-def prepare_command(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Write the `.bin/.idx` pair, and say what is in it."""
     options = PrepareOptions(
         words.sources,

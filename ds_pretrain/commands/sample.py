@@ -25,7 +25,7 @@ from ds_pretrain.training.curriculum import resolve_model_text
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
 
 
-def run_sample(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Print what a checkpoint of the run says."""
     plan = load_plan(words.run_file, words.overrides)
     texts = generate_samples(

@@ -11,7 +11,7 @@ from ds_pretrain.launch.run import run
 from ds_pretrain.training.preflight import find_problems, open_inputs
 
 
-def train_command(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Launch the run; its exit code."""
     flags = ["--trust-pickle"] if words.trust_pickle else []
     if words.stop_after is not None:

@@ -66,7 +66,7 @@ class Workdir:
         return self.folder / "straight" / step_name(step)
 
 
-def verify_resume_command(words: argparse.Namespace) -> int:
+def execute(words: argparse.Namespace) -> int:
     """Prove that a resumed run is bitwise the uninterrupted one, or name what differs first."""
     return verify_resume(words.run_file, words.overrides, words.steps, partial(launch, words), words.begin)
 

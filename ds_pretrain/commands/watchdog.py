@@ -31,7 +31,7 @@ _WIDTH, _HEIGHT = 96, 14  # of the plot, in characters
 _MARKS = {"X": "roll_back", "!": "watch"}  # the gravest first
 
 
-def run_backtest(words: Any) -> int:
+def execute(words: Any) -> int:
     """Judge a recorded curve, and print and plot the verdicts."""
     run, settings = read_settings(Path(words.curve), words.overrides)
     if settings.mode == "off":

@@ -44,8 +44,11 @@ def test_p16_every_checkpoint_has_a_probe_and_a_resumed_run_has_its_loss(tmp_pat
 
     again = run_ranks(start, 2, str(run_file))
     assert [ended.code for ended in again] == [EXIT_FINISHED] * 2
-    assert "5 of 6 steps done; its loss on the first micro-batches of step 5 matches" in again[0].stdout
-    assert f"({probes[5].loss:.6f})" in again[0].stdout
+    assert "at step 5, matches)" in again[0].stdout
+    assert (
+        f"resume     step 5/6 from {tmp_path}/out/checkpoints/step_000000005 (probe loss "
+        f"{probes[5].loss:.6f} " in again[0].stdout
+    )
     assert _probes(tmp_path / "out")[6].step == 5
 
 
@@ -91,7 +94,7 @@ def test_p16_the_probe_holds_on_another_number_of_ranks(tmp_path: Path, num_rank
     run_ranks(start, 2, str(run_file), (), Stop("file", 0, 2))
     ranks = run_ranks(start, num_ranks, str(run_file), ("batch.micro_batch_size=2",))
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks
-    assert "its loss on the first micro-batches of step 3 matches" in ranks[0].stdout
+    assert "at step 3, matches)" in ranks[0].stdout
 
 
 def test_dropout_on_other_ranks_is_not_compared_and_said(stopped: Path, tmp_path: Path) -> None:
@@ -157,9 +160,9 @@ micro_batch_size = 1
 mixture = { text = 1.0 }
 rope = { theta = 5e4 }
 """
-SAME = "its loss on the first micro-batches of step 5 matches"
-OTHER_POSITIONS = "it is of step 5, in phase {}, whose rotary positions are others now"
-OTHER_BATCH = "probe loss not compared: it is of step 5, which reads fewer sequences now"
+SAME = "at step 5, matches)"
+OTHER_POSITIONS = "it is of step 5, in phase {}, whose rope changed"
+OTHER_BATCH = "probe loss not compared: it is of step 5, which now reads fewer sequences"
 OTHER_DATA = "probe loss not compared: the data of its step changed"
 
 
