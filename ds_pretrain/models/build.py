@@ -162,7 +162,7 @@ def set_recompute(model: Any, on: bool) -> None:
     if not model.supports_gradient_checkpointing:
         family = model.config.model_type
         raise InputError(
-            f'model.activation_checkpointing = true: "{family}" does not support it; set recompute = false'
+            f'model.activation_checkpointing = true: "{family}" does not support it; set it to false'
         )
     model.activation_checkpointing_enable({"use_reentrant": False})
 

@@ -29,7 +29,7 @@ SEQ_LEN = 16
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What all ranks together train on in one step."""
+    """The batch of one step over all ranks."""
 
     input_ids: Tensor  # [S, T]
     labels: Tensor  # [S, T]
@@ -100,7 +100,7 @@ def whole_weights(engine: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain torch, in one process, makes of the same global batches."""
+    """Results of plain torch, in one process, on the same global batches."""
 
     losses: list[float]
     z_losses: list[float]

@@ -1,4 +1,4 @@
-"""What we rely on in DeepSpeed, on real ranks: each test fails when DeepSpeed, or our use of it, changes."""
+"""DeepSpeed behavior that we rely on, on real ranks: each test fails when it, or our use of it, changes."""
 
 import gc
 import math
@@ -227,7 +227,7 @@ def test_a_rank_that_cannot_write_says_so_and_no_rank_waits_for_it(tmp_path: Pat
 
 
 def _decay_of_each_parameter(world: World, run_file: str) -> Any:
-    """What decay alone does: weights after a step whose gradients are zero, over those before."""
+    """Return the factor of weight decay alone: weights after a step of zero gradients over those before."""
     plan = load_plan(run_file)
     engine = open_run_engine(plan, world)
     decays = [group["weight_decay"] for group in engine._engine.optimizer.param_groups]  # type: ignore[attr-defined]

@@ -108,7 +108,7 @@ def test_groups_are_neighbors_as_deepspeeds_are_and_each_rank_has_its_span_of_a_
 
 
 def _refusal(world: World, run_file: str, overrides: tuple[str, ...], is_spread: bool) -> str:
-    """What opening the engine refuses."""
+    """Return the error with which the engine refuses to open."""
     patch = pytest.MonkeyPatch()
     if not is_spread:
         patch.setattr(opening, "replace_kernel", lambda module, change: None)

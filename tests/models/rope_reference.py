@@ -47,7 +47,7 @@ def reference_frequencies(table: Mapping[str, Any], width: int) -> list[float]:
 
 
 def reference_scale(table: Mapping[str, Any]) -> float:
-    """What cosines and sines are multiplied by."""
+    """Return the factor on cosines and sines."""
     if table.get("rope_type") != "yarn":
         return 1.0
     if (given := table.get("attention_factor")) is not None:

@@ -1,4 +1,4 @@
-"""What is found before a model is built: keys and values of its config, and what ranks cannot share."""
+"""Checks before a model is built: keys and values of its config, and limits of sequence parallelism."""
 
 import json
 import subprocess
@@ -245,7 +245,7 @@ GPT2 = {
 def _problems(
     folder: Path, shared: Any, overrides: tuple[str, ...] = (), world_size: int | None = None, **model: Any
 ) -> list[str]:
-    """Of a start; the paths of its files are left out."""
+    """Return the problems that a start finds, without the paths of files."""
     config = {**deepspeed_json(), "sequence_parallel_size": shared}
     whole = model if "model_type" in model else {**LLAMA, **model}
     plan = load_plan(make_run(folder, deepspeed=config, model=whole, batch_tokens=16 * 12), overrides)
