@@ -22,7 +22,7 @@ from tests.models import tiny
         ),
         ({"model_type": "bert"}, 'model_type "bert" is an encoder or encoder-decoder family'),
         ({"model_type": "bart"}, "is an encoder or encoder-decoder family"),
-        ({"model_type": "t5"}, 'model_type "t5" is no causal language model'),
+        ({"model_type": "t5"}, 'model_type "t5" is not a causal language model'),
         (
             {"num_hiden_layers": 3},
             'LlamaConfig has no key "num_hiden_layers"; did you mean "num_hidden_layers"?',
@@ -71,7 +71,7 @@ def test_a_dry_build_needs_no_memory_for_the_weights() -> None:
         ),
         ({"hidden_size": 66, "head_dim": 16}, None, "conf.json: refused by LlamaConfig: "),
         ({}, "flash_attention_9", 'conf.json: "llama" cannot be built (attention flash_attention_9): '),
-        ({"model_type": "lama"}, None, 'conf.json: model_type "lama" is no causal language model'),
+        ({"model_type": "lama"}, None, 'conf.json: model_type "lama" is not a causal language model'),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarm", "factor": 2.0}},
             None,

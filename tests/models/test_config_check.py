@@ -229,7 +229,7 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     code = (
         "import sys; from ds_pretrain.models import config_check, flops, rope_config, pretrained; "
         "sys.modules['transformers'] = None; "
-        f"print(config_check.check_model({json.dumps(tiny.LLAMA)!r}), config_check.asks_transformers()); "
+        f"print(config_check.check_model({json.dumps(tiny.LLAMA)!r}), config_check.uses_transformers()); "
         "print([m for m in ('torch', 'transformers') if sys.modules.get(m)])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -369,7 +369,7 @@ def test_batches_are_divided_among_groups(tmp_path: Path) -> None:
     ):
         lines = list(format_summary(plan, open_inputs(plan), world_size))
         assert f"batch      {line}" in lines
-        assert any(line.endswith("ZeRO-3, fp32, 2 ranks share each sequence") for line in lines)
+        assert any(line.endswith("ZeRO-3, fp32, sequence parallel over 2 ranks") for line in lines)
 
 
 def test_an_accumulation_in_the_json_is_compared_by_groups(tmp_path: Path) -> None:
