@@ -228,7 +228,7 @@ class _Seen:
             self.engine = engine
             self._train(batch)
             taken = take_step(engine, batch, *args)
-            self.rates[batch.ids.step + 1] = engine.rates()
+            self.rates[batch.ids.step + 1] = engine.learning_rates()
             return taken
 
         def restoring(found: Any, engine: Any, *args: Any) -> Any:

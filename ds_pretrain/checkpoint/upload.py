@@ -142,7 +142,7 @@ def main() -> None:
         while not lock.try_take():
             time.sleep(IDLE_SECONDS)
     while True:
-        time.sleep(rounds.round())
+        time.sleep(rounds.run_once())
 
 
 def _exit_with_parent(parent: int) -> None:

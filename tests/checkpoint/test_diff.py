@@ -207,7 +207,7 @@ def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a"), written(tmp_path / "b")
     for rank in (0, 1):
         (b / OPTIM.format(rank)).unlink()
-    with pytest.raises(InputError, match=r"b.*holds no DeepSpeed shards \(\*_optim_states\.pt\); name a"):
+    with pytest.raises(InputError, match=r"b.*has no DeepSpeed shards \(\*_optim_states\.pt\); name a"):
         compare_checkpoints(a, seal(b))
 
 

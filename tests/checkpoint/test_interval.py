@@ -75,9 +75,9 @@ def test_the_advice_in_words() -> None:
 def test_a_stall_longer_than_its_share_is_warned_of() -> None:
     assert check_stall(3.0, 60.0, 0.05) is None
     assert check_stall(3.2, 40.0, 0.05) == (
-        "training stands still for 3.2 s at a save, 8.0% of the 40 s between saves, and "
-        "checkpoint.max_stall_fraction allows 5.0%); save less often (checkpoint.every), or free host "
-        "memory for asynchronous saves"
+        "saves block training for 3.2 s each, 8.0% of the 40 s save interval "
+        "(checkpoint.max_stall_fraction = 5.0%); save less often (checkpoint.every), or free host memory "
+        "for asynchronous saves"
     )
     assert "all of the 0 s" in str(check_stall(1.0, 0.0, 0.05))
 

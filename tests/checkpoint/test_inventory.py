@@ -236,7 +236,7 @@ def test_a_run_whose_checkpoints_lie_elsewhere_says_where(
     run_file = shipping(tmp_path / "shared", f'upload_to = "{tmp_path}/vault"')
     assert main(["checkpoints", str(run_file)]) == 2
     said = capsys.readouterr().err
-    assert f"checkpoints here; and uploaded checkpoints are in {tmp_path}/vault: ask" in said
+    assert f"checkpoints here; and uploaded checkpoints are in {tmp_path}/vault; use --uploaded" in said
     save(load_plan(run_file).checkpoints, 10, World())
     assert main(["checkpoints", str(run_file)]) == 0
 
@@ -251,7 +251,7 @@ def test_shipped_is_refused_where_nothing_is_shipped(
         in capsys.readouterr().err
     )
     assert main(["checkpoints", str(run_file)]) == 0
-    assert "holds no checkpoint" in capsys.readouterr().out
+    assert "has no checkpoint" in capsys.readouterr().out
 
 
 def test_what_was_set_aside_has_a_line_of_its_own(tmp_path: Path) -> None:
@@ -271,12 +271,12 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(
     assert main(["checkpoints", str(out), "pin", "30"]) == 2
     assert "has no checkpoint of step 30; it has: 20, 10" in capsys.readouterr().err
     assert main(["checkpoints", str(out), "verify", "newest"]) == 2
-    assert "'newest' is no step; give a whole number" in capsys.readouterr().err
+    assert "'newest' is not a step; give a whole number" in capsys.readouterr().err
     (tmp_path / "new").mkdir()
     assert main(["checkpoints", str(tmp_path / "new")]) == 0
-    assert "holds no checkpoint" in capsys.readouterr().out
+    assert "has no checkpoint" in capsys.readouterr().out
     assert main(["checkpoints", str(tmp_path / "new"), "verify"]) == 0
-    assert "holds no checkpoint" in capsys.readouterr().out
+    assert "has no checkpoint" in capsys.readouterr().out
 
 
 WRONG_WORDS = {
@@ -305,4 +305,4 @@ def test_a_disk_that_does_not_answer_is_no_broken_checkpoint(
 
     monkeypatch.setattr(inventory, "find_damage", fails)
     assert main(["checkpoints", str(out), "verify", "20"]) == 2
-    assert "cannot be checked ([Errno 5] Input/output error); mend the disk" in capsys.readouterr().err
+    assert "cannot be checked ([Errno 5] Input/output error); fix the storage" in capsys.readouterr().err

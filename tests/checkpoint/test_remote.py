@@ -125,10 +125,13 @@ def test_opening_leaves_nothing_behind(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("nowhere://a/b", "nowhere:// is no kind of store that fsspec knows"),
+        ("nowhere://a/b", "nowhere:// is not a protocol that fsspec knows"),
         ("gs://a/b", r"needs the package gcsfs, .* install it on every host \(pip install gcsfs\)"),
         ("abfs://a/b", r"needs the package adlfs"),
-        ("s3://no-such-bucket/b", r"small object cannot be written, .*bucket does not exist.*check the name"),
+        (
+            "s3://no-such-bucket/b",
+            r"small object cannot be written, .*bucket does not exist.*check that the location exists",
+        ),
         ("/proc/nothing", r"small object cannot be written, read and removed there .*/proc/nothing"),
     ],
 )

@@ -199,7 +199,7 @@ def test_when_no_checkpoint_verifies_nothing_starts_again(tmp_path: Path) -> Non
         assert found is None
         assert raised is not None
         assert raised.startswith(f"InputError: no checkpoint in {tmp_path} verifies")
-        assert "a run never silently starts again at step 0" in raised
+        assert "a run never restarts at step 0 by itself" in raised
         assert len(told) == 2
         assert again is None
         assert raised_again == raised  # what was set aside is remembered too
@@ -357,7 +357,7 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
     monkeypatch.setattr(places, "compute_checksum", refuse)
     found, told, raised = _find(tmp_path, world)
     assert (found, told) == (None, [])
-    assert "cannot be checked ([Errno 5] Input/output error); it is left as it is" in str(raised)
+    assert "cannot be checked ([Errno 5] Input/output error); it is not changed" in str(raised)
     monkeypatch.undo()
     assert _find(tmp_path, world) == ("step_000000003", [], None)
 
@@ -537,8 +537,7 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
     assert found is not None
     assert found.manifest.step == 2
     assert told == [
-        f"the checkpoint of step {step} is skipped: abandoned by a rollback to an earlier step"
-        for step in (6, 4)
+        f"checkpoint step {step} is skipped: abandoned by a rollback to an earlier step" for step in (6, 4)
     ]
     assert (tmp_path / step_name(6)).exists()  # a start that is refused now has changed nothing
 
@@ -548,9 +547,7 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
     for step in (2, 4, 6):
         _save(tmp_path, step, world)
     _truncate(tmp_path / step_name(2) / FILES[0])
-    with pytest.raises(
-        InputError, match="those of steps 6, 4 do, but the watchdog has gone back behind them"
-    ):
+    with pytest.raises(InputError, match="steps 6, 4 verify, but a rollback abandoned them"):
         store.find(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert {step_name(4), step_name(6)} <= set(_names(tmp_path))
     found = store.find(StorageLayout(tmp_path, tmp_path), world)  # as mode "observe" would

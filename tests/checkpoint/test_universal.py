@@ -126,7 +126,9 @@ def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_pat
             assert torch.equal(loaded.reshape(-1), torch.arange(1.0, 16.0)[: loaded.numel()] * factor)
     assert found.manifest.groups == (Group("decay", ("a.weight",)), Group("no_decay", ("a.bias",)))
     assert (found.manifest.world_size, found.manifest.zero_stage) == (2, 3)
-    assert told == [f"{folder.name} (ranks 2 -> 3): converting once (there is no universal form yet)"]
+    assert told == [
+        f"resharding {folder.name} (ranks 2 -> 3): converting once (there is no universal form yet)"
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
 
 
@@ -197,7 +199,7 @@ def test_a_torn_damaged_or_stale_conversion_is_named_and_done_again(
     _prepared(folder)
     damage(universal_folder(folder), folder)
     _, [message] = _prepared(folder)
-    assert "converting it, once (" in message
+    assert "converting once (" in message
     assert said in message
     assert len(tool_in_this_process) == 2
     _, [message] = _prepared(folder)
@@ -298,7 +300,7 @@ def test_a_tool_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = write_checkpoint(tmp_path)
     monkeypatch.setattr(reshard.sys, "executable", shutil.which("false"))
     with pytest.raises(
-        RunError, match=r"DeepSpeed could not convert .*exit code 1\); it is unharmed"
+        RunError, match=r"DeepSpeed could not convert .*exit code 1\); the checkpoint is intact"
     ) as caught:
         _prepared(folder)
     assert "can be started on 2 ranks. DeepSpeed said:" in str(caught.value)

@@ -446,7 +446,7 @@ def test_a_checkpoint_that_is_not_shipped_stays_here_until_twice_as_many_newer_o
         _publish(root, step)
     assert kept(only_uploaded=True) == [60, 50, 40, 30]
     assert told == [
-        "the checkpoint of step 20 is deleted and was never shipped: 4 newer ones exist; fix the remote, "
+        "checkpoint step 20 is deleted without having been uploaded: 4 newer ones exist; fix the remote, "
         "save less often, or raise checkpoint.keep_last"
     ]
     assert kept() == [60, 50]
@@ -598,8 +598,8 @@ def test_signals_for_the_ranks_do_not_end_it_and_a_killed_one_is_started_again(
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from ds_pretrain.checkpoint.upload import Shipper
-shipper = Shipper(Path(sys.argv[1]), sys.argv[2], 0, 10, None)
+from ds_pretrain.checkpoint.upload import Uploader
+shipper = Uploader(Path(sys.argv[1]), sys.argv[2], 0, 10, None)
 shipper.start()
 worker = os.fork()
 if worker == 0:  # it lives on, as a data loader's may
@@ -633,7 +633,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="checkpoints are saved there already; name another place"):
+    with pytest.raises(InputError, match="checkpoints are saved there already; choose another location"):
         Uploader(tmp_path / "here", str(tmp_path / "x" / ".." / "here"), 0, 5, None)
 
 

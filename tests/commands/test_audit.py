@@ -151,7 +151,7 @@ def test_a_plain_run_is_proved_to_have_trained_each_sample_once(
         "tokens     5,120 trained, each exactly once",
         "checksums  40 of 40 steps read again from the data",
         "epochs     no sample came twice within one: an epoch is a permutation, and no draw came twice",
-        "untrained  0 samples: 0 skipped, 0 dropped",
+        "untrained  0 samples: 0 skipped, 0 in skipped updates",
         "rollbacks  0",
         "restarts   0",
         "attempts   1: number 1 on 2 ranks",
@@ -170,7 +170,7 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
         "epochs     no sample came twice within one: counted one by one",
         "skip 1     main draws [152, 200), 48 samples, which steps 20 to 25 would have read: lasting_spike, "
         "decided at step 24 of attempt 1",
-        "dropped    steps 27 to 28: 16 samples read, updates not applied",
+        "skipped    updates of steps 27 to 28: 16 samples read, updates not applied",
         "untrained  64 samples: 48 skipped, 16 dropped",
         "rollbacks  2 (replay, skip), which took back 14 steps (1,792 tokens)",
         "restarts   1, which took nothing back",
@@ -541,7 +541,7 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
         assert (
             "rollbacks.json is missing, or lists 0 of the 1 rollbacks that the checkpoint of step 30 knows"
         ) in said
-        assert f'make it anew from "rollbacks" and "skips" of {state}, which are the same' in said
+        assert f'rebuild it from "rollbacks" and "skips" of {state}' in said
     known = json.loads(state.read_text())
     (told.out / "rollbacks.json").write_text(
         json.dumps({name: known[name] for name in ("rollbacks", "skips")})
@@ -886,7 +886,7 @@ def test_every_skipped_sample_is_listed_once_and_is_one_that_was_never_read(
     assert not skipped & trained
     code, said = _audit(capsys, told.out, "--all")
     assert code == 0, said
-    assert "untrained  90 samples: 90 skipped, 0 dropped" in said
+    assert "untrained  90 samples: 90 skipped, 0 in skipped updates" in said
 
 
 def test_a_run_that_began_from_another_is_audited_from_there(
@@ -923,7 +923,7 @@ def test_a_run_that_cannot_be_audited_says_what_was_expected(
     told.write()
     assert "metrics.jsonl has no step record; expected a run that has trained" in refused(told.run_file)
     told.lines.append({"event": "step", "attempt": 1, "step": 1})
-    assert "metrics.jsonl holds no step that counts" in refused(told.write().out)
+    assert "metrics.jsonl has no step record" in refused(told.write().out)
     (tmp_path / "run" / "text.bin").rename(tmp_path / "text.bin")
     said = refused(told.out)
     assert "sources.text: " in said

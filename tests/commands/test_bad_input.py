@@ -164,7 +164,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         overriding("schedule.warmup=10 steps"),
         (
             'FOLDER/run.toml: schedule.warmup = "10 steps" (10 steps) and schedule.decay = "25%" (3 steps)',
-            'do not fit into schedule.length = "12 steps" (12 steps); shorten one',
+            'exceed schedule.length = "12 steps" (12 steps); shorten one',
         ),
     ),
     "a rate in the JSON": (

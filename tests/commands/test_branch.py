@@ -299,7 +299,7 @@ def _ship(folder: Path) -> None:
             None,
             8,
             ("schedule.length=8 steps",),
-            "ends at step 8, and the branch begins at step 8: nothing is",
+            "ends at step 8, and the branch begins at step 8; raise it",
         ),
         (None, 8, ("resume_from={folder}/x",), "x names another beginning than --at; delete it"),
         (
@@ -333,7 +333,7 @@ def test_where_nothing_is_left_to_train_that_alone_is_told(
 ) -> None:
     make_parent(tmp_path)
     said = refusal(capsys, words(tmp_path, 8, "schedule.length=8 steps"))
-    assert "nothing is left to train" in said
+    assert "raise it" in said
     assert "problems:" not in said  # the past differs, too: it had no decay at these steps
 
 
@@ -381,7 +381,7 @@ def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing
         patch.setattr(branch_module, "free_bytes", lambda folder: 100)
         said = refusal(capsys, words(tmp_path, 8))
         assert "cannot be linked there, and a copy takes" in said
-        assert "where 100 B are free; make room" in said
+        assert "where 100 B are free; free disk space" in said
         assert contents(tmp_path / "cool") == [".run.lock"]
     assert main(words(tmp_path, 8)) == 0
     assert " copied)" in capsys.readouterr().out
@@ -435,7 +435,7 @@ def test_a_parent_at_a_url_is_fetched_and_verified(
     other = [command[0], place, *command[2:], "name=other", f"out={tmp_path}/other"]
     assert main(other) == 0
     said = refusal(capsys, [*other, f"out={tmp_path}/more", f"checkpoint.upload_to={place}"])
-    assert f"checkpoint.upload_to = {place} is where the parent's checkpoints are" in said
+    assert f"checkpoint.upload_to = {place} holds the parent's checkpoints" in said
 
 
 def test_what_cannot_be_fetched_whole_is_refused_and_nothing_is_left_behind(
@@ -470,7 +470,7 @@ def test_a_run_directory_whose_checkpoints_are_elsewhere_says_what_to_name(
     (out / "checkpoints").rename(tmp_path / "shipped")
     (out / "run.toml").touch()
     said = refusal(capsys, words(tmp_path, 8))
-    assert "out has no checkpoint; give the run file, whose checkpoint.upload_to says where they were" in said
+    assert "out has no checkpoint; give the run file, whose checkpoint.upload_to names the remote" in said
     command = words(tmp_path, 8)
     assert main([command[0], str(tmp_path / "shipped"), *command[2:]]) == 0
 

@@ -91,7 +91,7 @@ def test_a_run_file_names_its_run(tmp_path: Path) -> None:
 
 
 def test_a_place_without_a_recording_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no CSV file, no run file, and no run directory"):
+    with pytest.raises(InputError, match="is not a CSV file, a run file, or a run directory"):
         read_settings(tmp_path, [])
     with pytest.raises(InputError, match=r"has no metrics.jsonl that can be read"):
         read_run(tmp_path, WatchdogSection())

@@ -60,7 +60,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ),
     (
         ('schedule={ kind = "cosine", length = "9 steps", peak_lr = 1.0, warmup = "10 steps" }',),
-        ('schedule.warmup = "10 steps" (10 steps) do not fit into schedule.length = "9 steps" (9 steps)',),
+        ('schedule.warmup = "10 steps" (10 steps) exceed schedule.length = "9 steps" (9 steps)',),
     ),
     (("schedule.decay=0%",), ('schedule.decay = "0%" is zero steps; a WSD schedule ends with a decay',)),
     (

@@ -82,7 +82,7 @@ def step_on(
     engine: Any, plan: Plan, batch: GlobalBatch, micro_batch_size: int, rate: float, world: World
 ) -> StepRecord:
     """One real step of the loop, and its record."""
-    mine = share(batch, world.data_parallel_world(engine.ranks_a_sequence), micro_batch_size)
+    mine = share(batch, world.data_parallel_world(engine.sequence_parallel_size), micro_batch_size)
     losses, update = take_step(engine, mine, rate, plan.run.model.z_loss, world)
     record, _ = measure(plan, RunState(), mine, rate, losses, update, 0.0, NO_SIGNALS, world)
     return record

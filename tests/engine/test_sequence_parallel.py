@@ -89,7 +89,7 @@ def _groups(world: World) -> Any:
     ]
     with ours.disabled():
         whole = ours.local_shard(torch.arange(8).expand(3, 8)).tolist()
-    with pytest.raises(ValueError, match="rows of 7 tokens cannot be shared by 2 ranks"):
+    with pytest.raises(ValueError, match="rows of 7 tokens cannot be divided among 2 ranks"):
         ours.local_shard(torch.zeros(1, 7))
     return (
         ranks,
@@ -125,7 +125,7 @@ def _refusal(world: World, run_file: str, overrides: tuple[str, ...], is_spread:
             4,
             (),
             False,
-            "`sequence_parallel_size` = 2 does not work with this model: logits of shared rows differ",
+            "`sequence_parallel_size` = 2 does not work with this model: sequence-parallel logits differ",
         ),
         slow(
             3,

@@ -430,7 +430,7 @@ def test_p58_a_model_without_rotary_tables_is_refused() -> None:
 def test_a_kind_that_follows_the_length_of_each_forward_is_refused() -> None:
     config = tiny.LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     with pytest.raises(
-        InputError, match='rotary kind "dynamic" computes its frequencies anew in each forward'
+        InputError, match='rotary kind "dynamic" recomputes its frequencies in each forward pass'
     ):
         apply_rope(_made(tiny.LLAMA), config)
     live = _made(config)  # away from it is possible
@@ -447,7 +447,7 @@ def test_a_dry_build_takes_each_phase_without_weights_and_names_the_one_that_can
     assert check_rope(model).problems == ()
     assert model.config.rope_parameters["rope_type"] == "yarn"
     dynamic = tiny.LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    with pytest.raises(InputError, match=r'^phases\.b: rotary kind "dynamic" computes'):
+    with pytest.raises(InputError, match=r'^phases\.b: rotary kind "dynamic" recomputes'):
         build_on_meta(json.dumps(tiny.LLAMA), phases={"phases.a": tiny.LLAMA, "phases.b": dynamic})
 
 

@@ -65,7 +65,7 @@ def lost(before: Left, after: Left, interval: int) -> str | None:
     top, for training does not wait.
     """
     if after.newest < before.newest:
-        return f"the checkpoint of step {before.newest} is gone, the newest is of step {after.newest}"
+        return f"checkpoint step {before.newest} is gone, the newest is of step {after.newest}"
     reached = after.under_way if after.under_way > after.newest else after.trained
     if reached - after.newest > interval:
         return f"step {reached} was reached, and the newest checkpoint is of step {after.newest}"

@@ -59,5 +59,5 @@ def test_an_update_that_was_dropped_is_counted_as_read_and_not_learned_from(
     assert [ended.code for ended in ranks] == [0, 0]
     code, said = _audit(capsys, run_file)
     assert code == 0, said
-    assert "dropped    step 5: 8 samples read, updates not applied" in said
+    assert "skipped    updates of step 5: 8 samples read, updates not applied" in said
     assert "untrained  8 samples: 0 skipped, 8 dropped" in said

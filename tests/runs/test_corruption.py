@@ -308,7 +308,7 @@ def test_a_file_that_may_not_be_read_says_nothing_about_the_checkpoint(
             found, told, raised = _find(root, World())
         assert (found, told) == (None, [])
         assert "Permission denied" in str(raised)
-        assert "it is left as it is" in str(raised)
+        assert "it is not changed" in str(raised)
         assert (root / NEWEST).is_dir()
 
 

@@ -69,7 +69,7 @@ def test_a_run_whose_checkpoints_are_all_broken_refuses_now_and_at_the_next_star
     assert first[0].stderr.count(" is broken: ") == 3
     for ended in (first[0], second[0]):
         assert "checkpoints verifies (what does not was named and set aside" in ended.stderr
-        assert "a run never silently starts again at step 0" in ended.stderr
+        assert "a run never restarts at step 0 by itself" in ended.stderr
 
 
 def test_a_broken_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path, finished: Path) -> None:

@@ -134,7 +134,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert [rank.code for rank in again] == [0, 0]
     [resumed] = _events(out, "resume")
     assert resumed["step"] == told["to_step"] < 22
-    assert f"the checkpoint of step {where_it_stood:,} is passed over" in again[0].stderr
+    assert f"checkpoint step {where_it_stood:,} is passed over" in again[0].stderr
     assert len(trace(out)) == 40
 
 

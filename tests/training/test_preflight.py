@@ -58,7 +58,7 @@ def test_p14_the_stable_stretch_is_derived_and_its_boundaries_are_printed(tmp_pa
 
 
 def test_p14_warmup_and_decay_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="do not fit into schedule"):
+    with pytest.raises(InputError, match="exceed schedule"):
         load_plan(make_run(tmp_path, steps=100), ["schedule.warmup=90 steps", "schedule.decay=11 steps"])
 
 

@@ -38,7 +38,7 @@ def _copier(window: int) -> Any:
 
     return SimpleNamespace(
         device=torch.device("cpu"),
-        ranks_a_sequence=1,
+        sequence_parallel_size=1,
         local_shard=lambda row: row,
         logits=logits,
         evaluation_mode=evaluation_mode,
