@@ -86,7 +86,7 @@ def format_interval(plan: Plan) -> Iterator[str]:
     restore = _compute_median(_read_newest_records(plan.out, "resume"), "restore_seconds")
     interval = _estimate_interval(plan)
     yield (
-        f"saves      measured: saves block training for {format_seconds(stall)}, a checkpoint is complete "
+        f"saves      measured: a save blocks training for {format_seconds(stall)}, a checkpoint is complete "
         f"after {format_seconds(complete)}, a restore takes "
         f"{'an unknown time' if restore is None else format_seconds(restore)}"
     )

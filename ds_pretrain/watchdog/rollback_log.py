@@ -67,7 +67,7 @@ def write_rollback_log(out: Path, state: RunState, unreported: str | None = None
     rollback_log = RollbackLog(state.rollbacks, state.ledger.skips, unreported)
     write_point("rollback log")
     write_atomic(out / ROLLBACKS, json.dumps(asdict(rollback_log), indent=1) + "\n")
-    write_point("cured")
+    write_point("rolled back")
 
 
 def mark_reported(out: Path) -> None:

@@ -303,7 +303,7 @@ def test_a_tool_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyP
         RunError, match=r"DeepSpeed could not convert .*exit code 1\); the checkpoint is intact"
     ) as caught:
         _prepared(folder)
-    assert "can be started on 2 ranks. DeepSpeed said:" in str(caught.value)
+    assert "can be resumed on 2 ranks. DeepSpeed said:" in str(caught.value)
 
 
 def test_a_disk_too_small_is_found_before_anything_is_written(

@@ -60,4 +60,4 @@ def test_an_update_that_was_dropped_is_counted_as_read_and_not_learned_from(
     code, said = _audit(capsys, run_file)
     assert code == 0, said
     assert "skipped    updates of step 5: 8 samples read, updates not applied" in said
-    assert "untrained  8 samples: 0 skipped, 8 dropped" in said
+    assert "untrained  8 samples: 0 skipped, 8 in skipped updates" in said

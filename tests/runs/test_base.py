@@ -107,7 +107,7 @@ def test_the_first_loss_is_that_of_the_model_in_plain_transformers(
     assert identity["pretrained"] == base.fingerprint
     assert next(r["event"] for r in read_metrics(tmp_path / "out/metrics.jsonl")) == "start"
     [again] = run_ranks(start, 1, str(run_file), ("schedule.warmup=0 steps",))
-    assert "all 4 steps are done" in again.stdout
+    assert "all 4 steps done" in again.stdout
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     model.save_pretrained(tmp_path / "base", **options)
@@ -302,7 +302,7 @@ def test_a_folder_that_holds_no_usable_model_is_refused_with_what_to_do(
     assert f"model.pretrained: cannot read {tmp_path}/no/config.json (No such" in refusal(
         capsys, run_file, nowhere
     )
-    assert "is no folder; name one with a config.json" in refusal(capsys, run_file, nowhere, config)
+    assert "is not a folder; name one with a config.json" in refusal(capsys, run_file, nowhere, config)
     file = tmp_path / "base" / "model.safetensors"
     whole = file.read_bytes()
     for cut, reason in (

@@ -182,7 +182,7 @@ def test_a_branch_on_other_ranks_or_with_folders_of_each_hosts_own_reads_the_sam
     num_ranks = 2 if name == "both_local" else 1
     ranks = run_ranks(start, num_ranks, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * num_ranks, ranks[0].stderr
-    assert "12 of 16 steps done" in ranks[0].stdout
+    assert "resume     step 12/16 from " in ranks[0].stdout
     ours, theirs = trace(parent / name), trace(parent / "out")[12:]
     assert [_read(record) for record in ours] == [_read(record) for record in theirs]
     if num_ranks == 2:
@@ -211,4 +211,4 @@ def test_a_branch_that_is_killed_before_its_checkpoint_has_a_name_never_begins_a
     [ended] = run_ranks(start, 1, str(run_file))
     steps = [record["step"] for record in trace(parent / "killed")]
     assert (ended.code, steps) == (EXIT_FINISHED, [*range(9, STEPS + 1)])  # the start gave it its name
-    assert "step_000000008 was whole and had not got its name when it was saved" in ended.stderr
+    assert "step_000000008 was complete but not renamed when the run died" in ended.stderr

@@ -326,7 +326,7 @@ def test_a_state_of_another_version_is_left_as_it_is_and_says_what_to_do(
     (root / NEWEST / MANIFEST).write_text(sealed.to_json())
     found, _, raised = _find(root, World())
     assert found is None
-    assert "are what its manifest lists, and cannot be read" in str(raised)
+    assert "match the manifest but cannot be read" in str(raised)
     assert "use the version of ds_pretrain that wrote them, or move the folder away" in str(raised)
     assert (root / NEWEST).is_dir()
 

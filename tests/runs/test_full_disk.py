@@ -85,9 +85,9 @@ def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed
     told = ranks[0].stderr
     assert "Traceback" not in told
     assert re.search(
-        rf"checkpoint of step 4 was not saved: .*rank {rank}: \[Errno 28\] No space left on device: "
+        rf"checkpoint step 4 was not saved: .*rank {rank}: \[Errno 28\] No space left on device: "
         r"\S*_states\.pt needs [\d,]+ bytes, and its disk has [\d,]+ left.*; "
-        r"the one before it is intact \(1 of 3",
+        r"the previous one is intact \(1 of 3",
         told,
     ), told
     needed, free = (
@@ -97,7 +97,7 @@ def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed
     assert 0 <= free <= needed < DISK_BYTES
     assert re.search(
         r"checkpoint of step 6 was not saved: .* has [\d,]+ bytes free, and a checkpoint needs [\d,]+; "
-        r"the one before it is intact \(2 of 3",
+        r"the previous one is intact \(2 of 3",
         told,
     ), told
     left = look(out)

@@ -104,10 +104,7 @@ def test_a_window_over_another_with_a_kill_before_the_load_and_a_restart_on_anot
     skip = read_rollback_log(tmp_path / "out").ledger.skips[
         0
     ]  # known before the restart: the data is told again
-    assert (
-        f"skipped    {skip.stop - skip.start} samples of main; with these left out the data of"
-        in ended.stderr
-    )
+    assert f"skipped    {skip.stop - skip.start} samples of main; without them the run's data" in ended.stderr
     (start, stop), (start_2, stop_2) = _require_exact(run_file)
     assert start_2 < start < stop < stop_2
     window = range(start // BATCH + 1, stop // BATCH + 1)  # the steps that had read it
@@ -120,7 +117,9 @@ def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Pa
     """The trouble is found as the run would end: it goes back, reads on past the bad data, and then ends."""
     run_file = _make(tmp_path)
     bad = [_poison(STEPS - 2, STEPS)]
-    killed = run_ranks(record_run, 2, str(run_file), faults=bad, kill=Kill(None, "cured"), allow_kill=True)
+    killed = run_ranks(
+        record_run, 2, str(run_file), faults=bad, kill=Kill(None, "rolled back"), allow_kill=True
+    )
     assert killed == [KILLED] * 2
     killed = run_ranks(record_run, 1, str(run_file), faults=bad, kill_after=STEPS - 1, allow_kill=True)
     assert killed == [KILLED]

@@ -61,7 +61,7 @@ def test_copies_that_do_not_fit_in_memory_make_saves_stand_still_and_say_so(tmp_
     ranks = run_ranks(_start_with, 2, str(run_file), "memory", "available_memory_bytes")
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "has 1 bytes of memory free, and copies of its ranks' shards need" in ranks[0].stderr
-    assert "training stands still while checkpoints are written" in ranks[0].stderr
+    assert "saves block training while they write" in ranks[0].stderr
 
 
 def test_shards_whose_sizes_are_right_and_that_cannot_be_loaded_name_the_check_that_finds_them(
@@ -119,11 +119,11 @@ def test_a_rollback_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> N
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("full_disk")])
     assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
-    assert "so it is not made: [Errno 28]" in ranks[0].stderr
+    assert "cannot be written: [Errno 28]" in ranks[0].stderr
 
 
 def test_a_checkpoint_that_cannot_be_gone_back_to_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
     run_file = make_sick_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("lost")])
     assert [ended.code for ended in ranks] == [0, 0]
-    assert "cannot be gone back to: a file of it is gone" in ranks[0].stderr
+    assert "cannot be restored: a file of it is gone" in ranks[0].stderr

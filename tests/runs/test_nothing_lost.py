@@ -84,7 +84,7 @@ def test_p20_a_save_that_fails_is_told_and_training_goes_on(
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", [])
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert (
-        "the checkpoint of step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous "
+        "the checkpoint step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous "
         "one is intact (1 of 3 consecutive failures)"
     ) in ranks[0].stderr
     assert trace(tmp_path / "full" / "out") == straight(stage)
@@ -99,12 +99,12 @@ def test_p20_saves_that_keep_failing_end_all_ranks_and_the_next_start_goes_on_ex
     overrides = ["checkpoint.max_consecutive_failures=1"]
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", overrides)
     assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
-    assert "1 saves in a row have failed, the last: rank 1: [Errno 28] No space left" in ranks[0].stderr
+    assert "1 consecutive checkpoint saves failed (last: rank 1: [Errno 28] No space left" in ranks[0].stderr
     assert "Traceback" not in ranks[0].stderr
 
     again = run_ranks(start, 2, str(run_file))
     assert [ended.code for ended in again] == [EXIT_FINISHED] * 2
-    assert "step_000000002: 2 of 5 steps done" in again[0].stdout
+    assert "resume     step 2/5 from " in again[0].stdout
     assert trace(tmp_path / "full" / "out") == straight(3)
 
 
@@ -113,7 +113,7 @@ def test_p20_the_last_save_is_tried_again_until_it_is_published(tmp_path: Path) 
     run_file = make_run(tmp_path / "once", **OPTIONS)
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000005", [], 1)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
-    assert "the checkpoint of step 5 was not saved" in ranks[0].stderr
+    assert "checkpoint step 5 was not saved" in ranks[0].stderr
     assert (tmp_path / "once" / "out" / "checkpoints" / "step_000000005" / "manifest.json").exists()
 
     run_file = make_run(tmp_path / "always", **OPTIONS)

@@ -141,8 +141,8 @@ def test_p22_a_restore_takes_what_the_hosts_have_and_fetches_the_rest(
     ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert said in ranks[0].stderr
-    assert ("fetching what is missing from" in ranks[0].stderr) == (lost != "nothing")
-    assert "step_000000004: 4 of 6 steps done" in ranks[0].stdout
+    assert ("downloading the missing files from" in ranks[0].stderr) == (lost != "nothing")
+    assert "resume     step 4/6 from " in ranks[0].stdout
     assert trace(tmp_path / "out") == straight
     if lost == "a bit":  # what was wrong is still there to look at
         assert list((hosts / "host_1" / "run").rglob("*.broken")) != []
@@ -158,7 +158,7 @@ def test_without_a_whole_copy_the_checkpoint_before_it_is_used(stopped_hosts: Pa
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "step_000000004 is broken: it is not on" in ranks[0].stderr
     assert "set aside as step_000000004.broken" in ranks[0].stderr
-    assert "2 of 6 steps done" in ranks[0].stdout
+    assert "resume     step 2/6 from " in ranks[0].stdout
 
 
 @pytest.mark.parametrize(("before", "after"), [slow(2, 1), (2, 3)])
@@ -183,7 +183,7 @@ def test_another_number_of_ranks_puts_the_hosts_pieces_together(
                 _on_its_own_host, after, str(run_file), str(hosts), overrides, Stop("file", 0, 2)
             )
             assert "is on none of these hosts" in ranks[0].stderr  # one host is left, with half of it
-            assert "2 of 6 steps done" in ranks[0].stdout
+            assert "resume     step 2/6 from " in ranks[0].stdout
             return
     ranks = run_ranks(_on_its_own_host, after, str(run_file), str(hosts), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * after
@@ -201,7 +201,7 @@ def test_hosts_that_share_what_should_be_their_own_are_told_so(tmp_path: Path) -
     run_file, overrides = _local(tmp_path / "run")
     ranks = run_ranks(_on_one_disk, 2, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_BAD_INPUT] * 2
-    assert f"checkpoint.local_dir = {tmp_path}/run/hosts is one folder on" in ranks[0].stderr
+    assert f"checkpoint.local_dir = {tmp_path}/run/hosts is the same folder on" in ranks[0].stderr
 
 
 def _on_one_disk(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
@@ -233,8 +233,8 @@ def test_a_run_directory_that_is_lost_comes_back_from_where_it_was_shipped(
     shutil.rmtree(tmp_path / "out")
     ranks = run_ranks(start, 2, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
-    assert "fetching what is missing from" in ranks[0].stderr
-    assert "4 of 6 steps done" in ranks[0].stdout
+    assert "downloading the missing files from" in ranks[0].stderr
+    assert "resume     step 4/6 from " in ranks[0].stdout
     assert trace(tmp_path / "out")[-2:] == straight[-2:]
 
 
@@ -247,7 +247,7 @@ def test_a_broken_checkpoint_is_mended_from_its_copy_and_a_broken_copy_is_not_us
     (here / shard).write_bytes(b"")
     ranks = run_ranks(start, 2, str(run_file), overrides, Stop("file", 0, 4))
     assert f"{shard} has 0 bytes" in ranks[0].stderr
-    assert "step_000000004: 4 of 6 steps done" in ranks[0].stdout
+    assert "resume     step 4/6 from " in ranks[0].stdout
     assert (here / f"{shard}.broken").read_bytes() == b""
 
 
@@ -259,7 +259,7 @@ def test_a_copy_that_is_broken_too_is_not_used(stopped_shipped: Path, tmp_path: 
     ranks = run_ranks(start, 2, str(run_file), overrides)
     assert "and its copy cannot be used" in ranks[0].stderr
     assert "is not what the manifest lists" in ranks[0].stderr
-    assert "step_000000002: 2 of 6 steps done" in ranks[0].stdout
+    assert "resume     step 2/6 from " in ranks[0].stdout
 
 
 def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(
@@ -297,13 +297,13 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
     assert ended.code == EXIT_FINISHED
     assert f"not uploaded to {tmp_path}/vault yet: steps 1, 2, 4; they are in" in ended.stderr
     [ended] = run_ranks(start, 1, str(run_file), (*overrides, "schedule.length=4 steps"))
-    assert "all 4 steps are done" in ended.stdout
+    assert "all 4 steps done" in ended.stdout
     assert _steps(tmp_path / "vault") == [1, 2, 4]
 
 
 def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     patch = pytest.MonkeyPatch()
-    patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
+    patch.setattr(train_module, "UPLOAD_PATIENCE_SECONDS", 0.0)
     patch.setattr(ship_module.Uploader, "start", lambda self: None)
     patch.setattr(ship_module.Uploader, "revive", lambda self: None)
     ended = start(world, run_file, overrides)
@@ -343,8 +343,8 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
         shutil.rmtree(out)
         second = run_ranks(_with_s3, 2, str(run_file), str(hosts), server, overrides, None)
         assert [ended.code for ended in second] == [EXIT_FINISHED] * 2
-        assert f"fetching what is missing from {place}" in second[0].stderr
-        assert "4 of 6 steps done" in second[0].stdout
+        assert f"downloading the missing files from {place}" in second[0].stderr
+        assert "resume     step 4/6 from " in second[0].stdout
 
         use_s3(monkeypatch, *server, tmp_path)
         assert main(["checkpoints", str(run_file), "--uploaded"]) == 0
@@ -372,7 +372,7 @@ def test_what_was_never_shipped_is_put_together_from_the_hosts_that_have_it(
     assert not list((out / "checkpoints").glob("step_*"))
     ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
-    assert "4 of 6 steps done" in ranks[0].stdout
+    assert "resume     step 4/6 from " in ranks[0].stdout
     assert ("putting the checkpoint of step 4 together" in ranks[0].stderr) == (stage == 2)
     assert not list(hosts.rglob("*.broken"))
 
@@ -383,7 +383,7 @@ def _shipping_nothing(
     patch = pytest.MonkeyPatch()
     patch.setattr(ship_module.Uploader, "start", lambda self: None)
     patch.setattr(ship_module.Uploader, "revive", lambda self: None)
-    patch.setattr(train_module, "SHIP_PATIENCE_SECONDS", 0.0)
+    patch.setattr(train_module, "UPLOAD_PATIENCE_SECONDS", 0.0)
     patch.setattr(train_module, "STOP_PATIENCE_SECONDS", 0.0)
     ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
     patch.undo()
@@ -407,7 +407,7 @@ def test_a_finished_run_on_fewer_hosts_loses_nothing_and_names_what_is_not_shipp
     shutil.rmtree(hosts / "host_1" / "run" / "step_000000004")  # an older one lost its half
     ranks = run_ranks(_until_6_is_shipped, 2, str(run_file), str(hosts), out, elsewhere)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
-    assert "all 6 steps are done" in ranks[0].stdout
+    assert "all 6 steps done" in ranks[0].stdout
     assert f"not uploaded to {tmp_path}/again/checkpoints yet: steps " in ranks[0].stderr
     assert 6 in _steps(tmp_path / "again" / "checkpoints")
 
@@ -488,7 +488,7 @@ def test_a_step_to_stop_after_has_to_be_still_to_come(tmp_path: Path, step: int)
     run_ranks(start, 1, str(run_file), (), Stop("file", 0, 2))
     [ended] = run_ranks(start, 1, str(run_file), ("--stop-after", str(step)))
     assert ended.code == EXIT_BAD_INPUT
-    assert f"--stop-after {step}: the run stands at step 3 of 6; give a later step" in ended.stderr
+    assert f"--stop-after {step}: the run is at step 3 of 6; give a later step" in ended.stderr
 
 
 def test_a_checkpoint_of_another_run_in_the_run_directory_is_refused_by_name(tmp_path: Path) -> None:

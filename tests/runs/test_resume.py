@@ -43,7 +43,7 @@ def test_a_finished_run_exits_zero_and_says_so(tmp_path: Path, finished: Path) -
     before = trace(tmp_path / "out")
     endings = run_ranks(start, 2, str(run_file), _same_sources(run_file, finished))
     assert [ended.code for ended in endings] == [EXIT_FINISHED] * 2
-    assert f"finished   {tmp_path}/out: all 4 steps are done" in endings[0].stdout
+    assert f"finished   {tmp_path}/out: all 4 steps done" in endings[0].stdout
     assert read_exit(tmp_path / "out") == EXIT_FINISHED
     assert trace(tmp_path / "out") == before
 
@@ -68,7 +68,7 @@ def test_a_run_whose_checkpoints_are_all_broken_refuses_now_and_at_the_next_star
     assert [ended.code for ended in first + second] == [EXIT_BAD_INPUT] * 4
     assert first[0].stderr.count(" is broken: ") == 3
     for ended in (first[0], second[0]):
-        assert "checkpoints verifies (what does not was named and set aside" in ended.stderr
+        assert "checkpoints verifies (broken ones are listed above and renamed" in ended.stderr
         assert "a run never restarts at step 0 by itself" in ended.stderr
 
 
@@ -79,7 +79,7 @@ def test_a_broken_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path: P
     endings = run_ranks(start, 2, str(run_file), _same_sources(run_file, finished))
     assert [ended.code for ended in endings] == [EXIT_FINISHED] * 2
     assert "step_000000004 is broken" in endings[0].stderr
-    assert "step_000000002: 2 of 4 steps done" in endings[0].stdout
+    assert "resume     step 2/4 from " in endings[0].stdout
     assert trace(tmp_path / "out") == trace(finished / "out")
 
 
@@ -105,7 +105,7 @@ def test_a_schedule_made_shorter_than_the_run_stands_is_refused(finished: Path) 
     overrides = ("schedule.length=3 steps", "schedule.warmup=1 step", 'accept_changes=["schedule"]')
     endings = run_ranks(start, 2, str(finished / "run.toml"), overrides)
     assert [ended.code for ended in endings] == [EXIT_BAD_INPUT] * 2
-    assert "stands at step 4, past the end of the schedule (3 steps)" in endings[0].stderr
+    assert "is at step 4, beyond the schedule (3 steps)" in endings[0].stderr
 
 
 def _start_without_data_on_rank_1(world: World, run_file: str) -> Any:
@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_at_its_last_step_is_finished_at_the_next_start(t
     run_ranks(start, 1, str(run_file), (), Stop("SIGTERM", 0, 3))
     [ended] = run_ranks(start, 1, str(run_file))
     assert ended.code == EXIT_FINISHED
-    assert "all 4 steps are done" in ended.stdout
+    assert "all 4 steps done" in ended.stdout
 
 
 def _without_exit_code(files: dict[str, bytes]) -> dict[str, bytes]:

@@ -46,7 +46,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     assert skip.stop >= POISON.stop
     assert _final_loss(out) == pytest.approx(_final_loss(healthy_run[1].parent / "out"), abs=0.05)
     assert len(trace(out)) == 40
-    assert "going on from the calm checkpoint of step" in ranks[0].stderr
+    assert "from known-good checkpoint step" in ranks[0].stderr
     assert len(ranks[0].samples) >= 40
     [compared] = _events(out, "replay_compared")
     assert (compared["finding"], compared["first_difference"]) == ("data_or_state", None)
@@ -120,7 +120,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     ranks = run_ranks(record_run, 2, str(run_file), faults=[ABSURD])
     assert [rank.code for rank in ranks] == [EXIT_NEEDS_OPERATOR] * 2
     said = ranks[0].stderr
-    assert "nothing is left to try: it came back at the same place after replay, then skip" in said
+    assert "recovery policy exhausted: it recurred at the same step after replay, then skip" in said
     assert "replay from step" in said
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay", "skip"]
@@ -162,9 +162,9 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
         (
             (),
             EXIT_CANNOT_SAVE,
-            "rollbacks.json, so it is not made: [Errno 28] No space left on device; make room",
+            "rollbacks.json cannot be written: [Errno 28] No space left on device; free disk space",
         ),
-        (("watchdog.policy=[]",), EXIT_NEEDS_OPERATOR, "nothing is left to try: watchdog.policy is empty"),
+        (("watchdog.policy=[]",), EXIT_NEEDS_OPERATOR, "recovery policy exhausted: watchdog.policy is empty"),
     ):
         faults = [POISON, Fault("full_disk")]
         [ended] = run_ranks(record_run, 1, str(run_file), overrides, faults=faults)

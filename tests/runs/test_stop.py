@@ -40,7 +40,9 @@ def test_a_stop_is_saved_by_all_ranks_and_resumed_exactly(tmp_path: Path, straig
         assert ended.code == EXIT_PREEMPTED
         assert "Traceback" not in ended.stderr
         if ended.stderr:  # rank 0 speaks
-            said = f"ds_pretrain: stopped after step {step}, saved; the same command goes on from there\n"
+            said = (
+                f"ds_pretrain: preempted at step {step}, checkpoint saved; rerun the same command to resume\n"
+            )
             assert ended.stderr.endswith(said)
     assert read_exit(out) == EXIT_PREEMPTED
     assert not stop_file(out).exists()  # or the next start would stop as well

@@ -52,6 +52,6 @@ def test_p22_a_host_that_lost_its_disk_fetches_its_shards_and_the_run_is_bitwise
         done = hosts.run(command, REPOSITORY, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "it is not on beta" in done.stdout
-    assert "step_000000006: 6 of 12 steps done" in done.stdout
+    assert "resume     step 6/12 from " in done.stdout
     assert trace(out) == trace(tmp_path / "one")
     assert (out / "checkpoints" / "step_000000012" / "manifest.json").exists()

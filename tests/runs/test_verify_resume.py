@@ -112,7 +112,7 @@ def test_from_a_checkpoint_of_the_run_a_resume_on_a_change_of_phase_is_proven(
     said = capsys.readouterr().out.splitlines()
     assert said[-3].startswith("bitwise equal: 75 tensors, 2 steps, ")
     assert said[-2] == "proved     a resume after step 6, through steps 7 to 8: long"
-    assert said[-1].startswith("not proved main from step 0; --from STEP begins at a checkpoint of the run")
+    assert said[-1].startswith("not proved main from step 0; --from STEP starts at a checkpoint of the run")
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == kept
     with pytest.raises(InputError, match="has no checkpoint of step 3; it has: 5, 4"):
         verify_resume(str(run_file), (), K, start, begin=3)

@@ -297,7 +297,7 @@ def test_what_lies_ahead_may_change_and_is_noted_and_what_is_past_may_not(tmp_pa
     assert "`phases.long.first_step` is 6 steps" in refusal(run_file, *longer, found_step=7)
     run_file.write_text(plain)
     cut = refusal(run_file, *longer, found_step=7)
-    assert "sources.text was read in chunks of 32 tokens, and would go on in chunks of 16" in cut
+    assert "sources.text was read in chunks of 32 tokens, and would continue in chunks of 16" in cut
     run_file.write_text(text)
     note_saved(tmp_path / "out", 18)  # the decay has begun: its end is fixed
     assert "`schedule.length` is 30 steps" in refusal(

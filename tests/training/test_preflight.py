@@ -214,8 +214,8 @@ def test_how_often_to_save_is_said_from_what_was_measured(tmp_path: Path) -> Non
     plan = load_plan(make_run(tmp_path, save_every="100 steps"), ["checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE, {"event": "resume", "restore_seconds": 40.0})
     assert list(format_interval(plan)) == [
-        "saves      measured: training stands still for 0.5 s, a checkpoint is complete after 8 s, a restore "
-        "takes 40 s",
+        "saves      measured: a save blocks training for 0.5 s, a checkpoint is complete after 8 s, a "
+        "restore takes 40 s",
         "           a save every 2.8 min loses least: 0.76% of the time is expected to be lost (Daly 2006; "
         "Young 1974 says 2.8 min)",
         "           checkpoint.every is about 3.3 min at present: 0.76% is expected to be lost",
@@ -232,7 +232,7 @@ def test_the_newest_measurements_count_and_torn_lines_do_not(
     with (plan.out / "metrics.jsonl").open("a") as torn:
         torn.write('{"event": "checkpoint", "stall_sec')
     first, *_ = format_interval(plan)
-    assert "stands still for 0.6 s" in first
+    assert "block training for 0.6 s" in first
     assert "a restore takes an unknown time" in first
 
 
@@ -261,9 +261,7 @@ def test_an_interval_in_tokens_counts_the_batch_of_where_the_run_stands(tmp_path
 def test_a_stall_above_its_share_is_a_warning(tmp_path: Path) -> None:
     plan = load_plan(make_run(tmp_path, save_every="4 steps"), ["checkpoint.mtbf=8 h"])
     _measured(plan.out, STEP, SAVE)
-    assert list(format_interval(plan))[-1].startswith(
-        "warning    training stands still for 0.5 s at a save, 6.2%"
-    )
+    assert list(format_interval(plan))[-1].startswith("warning    saves block training for 0.5 s each, 6.2%")
     allowed = load_plan(plan.run_path, ["checkpoint.mtbf=8 h", "checkpoint.max_stall_fraction=0.1"])
     assert not any(line.startswith("warning") for line in format_interval(allowed))
 

@@ -96,7 +96,7 @@ def _as_before(engine: Any, chosen: Any, world: World) -> float | None:
     if world.size > 1:
         return None
     nll, count = 0.0, 0
-    with engine.evaluating():
+    with engine.evaluation_mode():
         for micro in read_validation_batches(chosen, world, 2):
             logits = engine.logits(micro.input_ids)
             nll += cross_entropy_and_z(logits, micro.labels, None)[0].item()
