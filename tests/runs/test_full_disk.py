@@ -96,7 +96,7 @@ def test_p20_a_disk_that_fills_in_a_save_costs_that_save_and_says_what_is_needed
     )
     assert 0 <= free <= needed < DISK_BYTES
     assert re.search(
-        r"checkpoint of step 6 was not saved: .* has [\d,]+ bytes free, and a checkpoint needs [\d,]+; "
+        r"checkpoint step 6 was not saved: .* has [\d,]+ bytes free, and a checkpoint needs [\d,]+; "
         r"the previous one is intact \(2 of 3",
         told,
     ), told

@@ -84,8 +84,7 @@ def test_p20_a_save_that_fails_is_told_and_training_goes_on(
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", [])
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert (
-        "the checkpoint step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous "
-        "one is intact (1 of 3 consecutive failures)"
+        "checkpoint step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous one is intact (1 of 3 consecutive failures)"
     ) in ranks[0].stderr
     assert trace(tmp_path / "full" / "out") == straight(stage)
     names = sorted(path.name for path in (tmp_path / "full" / "out" / "checkpoints").glob("step_*"))

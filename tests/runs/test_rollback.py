@@ -124,7 +124,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert "replay from step" in said
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay", "skip"]
-    assert "The next start goes on from the checkpoint of step" in said
+    assert "The next start resumes from checkpoint step" in said
     [told] = _events(out, "needs_operator")
     assert told["diagnosis"] in said
     assert [r.response for r in read_rollback_log(out).rollbacks] == ["replay", "skip", "stop"]

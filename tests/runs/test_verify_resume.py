@@ -169,7 +169,7 @@ def test_all_that_was_saved_after_the_middle_is_put_aside_whatever_its_name_ends
     [
         ({"event": "resume", "attempt": 2, "step": 1}, "after step 1"),
         ({"event": "start", "attempt": 2, "step": 0}, "after step 0"),
-        ({"event": "resume", "attempt": 1, "step": 3}, "somewhere that metrics.jsonl does not tell"),
+        ({"event": "resume", "attempt": 1, "step": 3}, "at a step that metrics.jsonl does not show"),
     ],
 )
 def test_a_second_launch_that_did_not_go_on_from_the_middle_proves_nothing(

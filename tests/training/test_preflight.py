@@ -232,7 +232,7 @@ def test_the_newest_measurements_count_and_torn_lines_do_not(
     with (plan.out / "metrics.jsonl").open("a") as torn:
         torn.write('{"event": "checkpoint", "stall_sec')
     first, *_ = format_interval(plan)
-    assert "block training for 0.6 s" in first
+    assert "blocks training for 0.6 s" in first
     assert "a restore takes an unknown time" in first
 
 
