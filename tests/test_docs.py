@@ -9,29 +9,33 @@ import pytest
 from pydantic import BaseModel
 
 from ds_pretrain.config.loader import find_section_models
-from ds_pretrain.config.schema import Run, SourceSection
+from ds_pretrain.config.schema import Run
 from tests.conftest import DEFAULT_TIER
+from tests.run_file_page import PAGE, build_page
 
 ROOT = Path(__file__).parent.parent
 
 
-def _keys(section: type[BaseModel], prefix: str = "") -> set[str]:
-    keys = set()
-    for attribute, field in section.model_fields.items():
-        name = field.alias or attribute
-        nested = [m for m in find_section_models(field.annotation) if "path" not in m.model_fields]
-        keys |= {key for m in nested for key in _keys(m, f"{name}.")} if nested else {f"{prefix}{name}"}
-    return keys
-
-
-def test_the_run_file_page_lists_exactly_the_keys_that_the_run_file_has() -> None:
-    page = (ROOT / "docs/run-file.md").read_text()
+def test_the_table_of_the_run_file_page_is_the_one_that_the_schema_gives() -> None:
+    page = PAGE.read_text()
+    assert build_page(page) == page, "run: python -m tests.run_file_page"
     documented = set(re.findall(r"^\| `([a-z_.A-Z]+)` \|", page, re.MULTILINE))
-    documented = {"sources" if key == "sources.NAME" else key for key in documented}
+    assert {"out", "schedule.peak_lr", "sources.max_epochs", "phases.rope.theta"} <= documented
 
-    assert documented == _keys(Run)
-    of_sources = set(re.findall(r"^\| `(\w+)` of a source \|", page, re.MULTILINE))
-    assert of_sources == set(SourceSection.model_fields)
+
+def test_every_key_of_the_run_file_has_a_description() -> None:
+    bare = [
+        f"{section.__name__}.{name}"
+        for section in find_all_sections(Run)
+        for name, field in section.model_fields.items()
+        if not field.description and not find_section_models(field.annotation)
+    ]
+    assert bare == []
+
+
+def find_all_sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [m for field in section.model_fields.values() for m in find_section_models(field.annotation)]
+    return [section, *(found for model in inner for found in find_all_sections(model))]
 
 
 def test_every_file_that_the_documentation_links_to_exists() -> None:

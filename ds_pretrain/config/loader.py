@@ -27,7 +27,9 @@ _WORDS = {
 class Section(BaseModel):
     """A table of a file: frozen, strict about types, without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     renamed: ClassVar[Mapping[str, str]] = {}  # keys of earlier versions, and what they are called now
 
 

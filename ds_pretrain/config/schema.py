@@ -156,18 +156,25 @@ class ModelSection(Section):
     """The model, and what is added to it."""
 
     renamed: ClassVar[Mapping[str, str]] = {"recompute": "activation_checkpointing", "from": "pretrained"}
-    config: FilePath  # a Hugging Face config.json; default: that of `pretrained`
-    pretrained: FilePath | None = None  # a model folder, whose weights the run starts from
+    config: FilePath
+    """Hugging Face `config.json` of a decoder-only model (path); default: that of `pretrained`."""
+    pretrained: FilePath | None = None
+    """Hugging Face model folder whose weights the run starts from (path); its `config.json` must agree
+    with `config`."""
     qk_norm: bool = False
+    """RMSNorm of each head's queries and keys before RoPE; families that have it natively use theirs."""
     z_loss: OptionalWeight = None
+    """Weight of the auxiliary loss `mean(logsumexp(logits)^2)`, like 1e-4; `0`, `false` and `"off"` mean
+    none."""
     activation_checkpointing: bool = False
-    mask_documents: bool = False  # attention stays inside a document, and positions restart with each
-    attention: Literal["eager", "sdpa", "flash_attention_2"] | None = (
-        None  # None: the best that the family has
-    )
-    decay_embeddings: bool = (
-        False  # norms, biases and embeddings have no weight decay unless this asks for it
-    )
+    """Recompute activations in the backward pass."""
+    mask_documents: bool = False
+    """Keep attention inside a document, restart positions with each, and ignore labels across boundaries.
+    Not with sequence parallelism."""
+    attention: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Attention kernel: `"eager"`, `"sdpa"` or `"flash_attention_2"`; none: the best that the family has."""
+    decay_embeddings: bool = False
+    """Apply weight decay to embeddings; norms and biases never have it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,10 +189,15 @@ class CosineSection(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"peak": "peak_lr", "floor": "min_lr_ratio"}
     kind: Literal["cosine"]
+    """`"cosine"`: linear warmup, then half a cosine."""
     length: Length
+    """Length of the whole run, in steps or tokens."""
     peak_lr: Positive
+    """Highest learning rate."""
     warmup: Share
-    min_lr_ratio: Fraction01 = 0.1  # as a share of the peak
+    """Linear warmup from 0, in steps, tokens or percent."""
+    min_lr_ratio: Fraction01 = 0.1
+    """Lowest learning rate, as a fraction of `peak_lr`."""
 
     def in_steps(self, timeline: Timeline) -> Self:
         """The same with each duration in steps of this timeline."""
@@ -211,12 +223,19 @@ class WsdSection(Section):
         "shape": "decay_shape",
     }
     kind: Literal["wsd"]
+    """`"wsd"`: linear warmup, stable, decay."""
     length: Length
+    """Length of the whole run, in steps or tokens."""
     peak_lr: Positive
+    """Highest learning rate."""
     warmup: Share
-    decay: ShareOrPhase  # a phase's name: from its start to the end of the run
+    """Linear warmup from 0, in steps, tokens or percent."""
+    decay: ShareOrPhase
+    """Decay at the end, in steps, tokens or percent; or a phase: from its start to the end of the run."""
     decay_shape: DecayShape = "1-sqrt"
-    min_lr_ratio: Fraction01 = 0.0  # as a share of the peak
+    """Shape of the decay: `"linear"`, `"cosine"`, `"1-sqrt"` or `"exponential"`."""
+    min_lr_ratio: Fraction01 = 0.0
+    """Lowest learning rate, as a fraction of `peak_lr`."""
 
     def in_steps(self, timeline: Timeline) -> Self:
         """The same with each duration in steps of this timeline."""
@@ -266,13 +285,22 @@ class BatchSection(Section):
         "rate_tokens": "lr_reference_tokens",
     }
     tokens: BatchTokens
+    """Tokens of the global batch: an integer, or text with binary K and M, so `"4M"` is 1,024 sequences of
+    4,096."""
     micro_batch_size: Count
-    gradient_accumulation_steps: Count | None = None  # only to insist on a number; it is derived
-    ramp: Ramp | None = None  # sizes before `tokens` is reached
-    lr_scaling: LrScalingRule = "none"  # the rate at another batch than `lr_reference_tokens`
-    lr_reference_tokens: BatchTokens | None = (
-        None  # the batch that schedule.peak_lr is meant for; None: `tokens`
-    )
+    """Sequences of a micro-batch on one rank."""
+    gradient_accumulation_steps: Count | None = None
+    """Micro-batches of a step on one rank. It follows from the other keys; set it only to insist on a
+    number."""
+    ramp: Ramp | None = None
+    """Batch sizes before `tokens` is reached: `{ "0" = "1M", "10B tokens" = "2M", "50B tokens" = "4M" }`,
+    keyed by steps or tokens."""
+    lr_scaling: LrScalingRule = "none"
+    """Scaling of the learning rate with the batch size relative to `lr_reference_tokens`: `"none"`,
+    `"linear"` or `"sqrt"`."""
+    lr_reference_tokens: BatchTokens | None = None
+    """Batch size that `schedule.peak_lr` is meant for; default: `tokens`. Keep the old `tokens` here when
+    a ramp is extended during a run."""
 
     @property
     def sizes(self) -> Ramp:
@@ -284,8 +312,11 @@ class HeldOutSection(Section):
     """A `.bin`/`.idx` pair, named by their common prefix, or a view of its longer or shorter documents."""
 
     path: FilePath
-    min_document_tokens: Count | None = None  # documents with fewer are left out
-    max_document_tokens: Count | None = None  # and those with more
+    """Common prefix of a `.bin`/`.idx` pair (path)."""
+    min_document_tokens: Count | None = None
+    """Ignore documents with fewer tokens; the files stay as they are."""
+    max_document_tokens: Count | None = None
+    """Ignore documents with more tokens."""
 
     @model_validator(mode="after")
     def _some_length_is_both(self) -> Self:
@@ -301,8 +332,12 @@ class HeldOutSection(Section):
 class SourceSection(HeldOutSection):
     """A training source."""
 
-    max_epochs: Positive | None = None  # over the whole run; more is an error at the start
-    chunk_tokens: Count | None = None  # what is read as a whole; None: the longest samples of any phase
+    max_epochs: Positive | None = None
+    """Epochs that the whole run may read; more is an error at the start."""
+    chunk_tokens: Count | None = None
+    """Tokens that are drawn as one chunk and read on from phase to phase: a multiple of each `seq_len`
+    that reads the source; default: the longest. Set it before the first start if you may lengthen
+    sequences later."""
 
 
 def _parse_source(value: Any) -> Any:
@@ -322,12 +357,18 @@ class RopeSection(Section):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"original_length": "original_max_position_embeddings"}
-    kind: Literal["default", "yarn", "llama3"] | None = None  # None: the scaling that the model has
+    kind: Literal["default", "yarn", "llama3"] | None = None
+    """RoPE scaling: `"default"`, `"yarn"` or `"llama3"`; none: as before."""
     theta: Positive | None = None
+    """Base of the frequencies, 2 to 1e30; none: as before."""
     factor: Annotated[float, Field(ge=1)] | None = None
-    original_max_position_embeddings: Count | None = None  # positions that the model was trained on before
-    low_freq_factor: Positive | None = None  # of llama3
-    high_freq_factor: Positive | None = None  # of llama3
+    """Length multiplier of the scaling, 1 to 1e6 (`yarn`, `llama3`)."""
+    original_max_position_embeddings: Count | None = None
+    """Positions that the model was trained on before (`yarn`, `llama3`); none: from the model config."""
+    low_freq_factor: Positive | None = None
+    """Parameter of `llama3`; none: 1."""
+    high_freq_factor: Positive | None = None
+    """Parameter of `llama3`; none: 4."""
 
 
 class PhaseSection(Section):
@@ -338,21 +379,33 @@ class PhaseSection(Section):
         "recompute": "activation_checkpointing",
     }
     name: Name
+    """Name of the phase."""
     seq_len: Count
+    """Tokens of a sequence."""
     mixture: dict[str, Weight]
-    start: Share | None = None  # the first begins with the run
-    micro_batch_size: Count | None = None  # None: batch.micro_batch_size
-    activation_checkpointing: bool | None = None  # None: model.activation_checkpointing
-    rope: RopeSection | None = None  # None: as in the phase before
+    """Weight of each source, on any scale up to 10^12; exact in each block of 4,096 draws."""
+    start: Share | None = None
+    """Start of the phase in steps, tokens or percent; every phase but the first has one."""
+    micro_batch_size: Count | None = None
+    """Sequences of a micro-batch in this phase; none: `batch.micro_batch_size`."""
+    activation_checkpointing: bool | None = None
+    """Activation checkpointing in this phase; none: `model.activation_checkpointing`."""
+    rope: RopeSection | None = None
+    """RoPE from this phase on; none: as in the phase before."""
 
 
 class ValidationSection(Section):
     """Fixed batches, the same at every validation."""
 
     every: Length
+    """Interval in steps or tokens; validation also runs after the last step."""
     sources: HeldOut
-    tokens: BatchTokens  # of each source
-    retrieval: bool = False  # also hide keys in its text, and ask for them
+    """Validation sources, as `[sources]`."""
+    tokens: BatchTokens
+    """Tokens of each source: samples spread evenly over it, the same each time."""
+    retrieval: bool = False
+    """Also hide keys in the text at five depths and every length up to `seq_len`, and score how well they
+    are found."""
 
     def is_due(self, step: int, timeline: Timeline) -> bool:
         """True if it is time to validate after `step` finished steps."""
@@ -370,14 +423,26 @@ class CheckpointSection(Section):
         "stall_share": "max_stall_fraction",
     }
     every: Triggers = (parse_duration("1000 steps"),)
+    """Save interval: a duration or a list of them (steps, tokens, wall-clock), whichever comes first. The
+    first and the last step are always saved."""
     keep_last: Count = 3
-    keep_every: Length | None = None  # these stay for good
-    max_consecutive_failures: Count = 3  # saves that may fail in a row before the run stops
-    local_dir: FilePath | None = None  # a folder of each host's own; shards then leave it by shipping only
-    upload_to: Location | None = None  # with `local_dir`, out/checkpoints if nothing is said
-    verify: Literal["full", "sizes"] = "full"  # what a restore checks of each file
-    mtbf: Interval | None = None  # mean time between failures, for the advice on `every`
-    max_stall_fraction: Fraction01 = 0.05  # of the time between saves; a save that stalls longer is warned of
+    """Newest checkpoints that are kept; pinned ones and the newest known-good one stay too."""
+    keep_every: Length | None = None
+    """Keep the first checkpoint at or after each multiple, in steps or tokens."""
+    max_consecutive_failures: Count = 3
+    """Consecutive failed saves after which the run stops with exit code 5."""
+    local_dir: FilePath | None = None
+    """Fast folder on each host to save to (path); checkpoints are then uploaded to `upload_to`."""
+    upload_to: Location | None = None
+    """Location that each published checkpoint is uploaded to: a shared folder or an `fsspec` URL (`s3://`,
+    `gs://`, ...), without credentials; with `local_dir` the default is `OUT/checkpoints`."""
+    verify: Literal["full", "sizes"] = "full"
+    """Check of each file at a restore: `"full"` (size and SHA-256) or `"sizes"` (damage is not seen, and
+    pickles are loaded unchecked)."""
+    mtbf: Interval | None = None
+    """Mean time between failures of the cluster (s, min, h), for advice on the save interval."""
+    max_stall_fraction: Fraction01 = 0.05
+    """Fraction of the save interval that saves may block training; more is a warning."""
 
     def is_due(self, step: int, timeline: Timeline) -> bool:
         """True if it is time to save after `step` finished steps, apart from what a clock says."""
@@ -395,21 +460,35 @@ class WatchdogSection(Section):
         "drop_sigmas": "skip_update_sigmas",
         "drift": "drift_threshold",
     }
-    window: Annotated[int, Field(ge=2, le=10_000)] = 200  # accepted values that spreads are taken over
-    loss_sigmas: Positive = 6.0  # a loss so many spreads above the expected opens a spike
-    norm_sigmas: Positive = 8.0  # of the logarithm of the gradient norm
-    patience: Count = 30  # steps that a spike may take to heal
-    drift_threshold: Annotated[float, Field(gt=0, le=1)] = 0.05  # a slow rise, as a share of the lowest level
-    skip_update_sigmas: Positive | None = (
-        None  # an update whose norm is so many spreads above the usual is dropped
-    )
-    max_non_finite_steps: Count = 20  # steps in a row
+    window: Annotated[int, Field(ge=2, le=10_000)] = 200
+    """Accepted values in the rolling statistics; judging starts after a quarter of it, and again after
+    each phase change."""
+    loss_sigmas: Positive = 6.0
+    """Sigmas above the expected loss that open a spike; it has healed after two steps below half of that."""
+    norm_sigmas: Positive = 8.0
+    """Sigmas above the median log gradient norm that are watched; no rollback follows from the norm alone."""
+    patience: Count = 30
+    """Steps that a spike may take to heal."""
+    drift_threshold: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Slow rise of the loss over its lowest level, as a fraction of it, that is a drift."""
+    skip_update_sigmas: Positive | None = None
+    """Skip an update whose gradient norm is this many sigmas above the median; at least `norm_sigmas`; not
+    in mode `"observe"`."""
+    max_non_finite_steps: Count = 20
+    """Consecutive steps with a non-finite loss or norm before a rollback."""
     policy: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(to_tuple)] = ("replay", "skip")
-    skip_before: ShareOfRun = parse_duration("50 steps")  # the onset
-    skip_after: ShareOfRun = parse_duration("150 steps")  # the onset
-    max_rollbacks: Count = 5  # at most, in a stretch
+    """Responses to the first, second, ... rollback at one onset: `"replay"` the same data, or `"skip"` it;
+    then the run stops for its operator."""
+    skip_before: ShareOfRun = parse_duration("50 steps")
+    """Length of a skip before the onset, in steps or tokens."""
+    skip_after: ShareOfRun = parse_duration("150 steps")
+    """Length of a skip after the onset, in steps or tokens."""
+    max_rollbacks: Count = 5
+    """Rollbacks within `rollback_window` before the run stops for its operator."""
     rollback_window: Length = parse_duration("5000 steps")
+    """Window of `max_rollbacks`, in steps or tokens."""
     mode: Literal["act", "observe", "off"] = "act"
+    """`"act"`, `"observe"` (report what it would do) or `"off"`."""
 
 
 class MonitorSection(Section):
@@ -417,20 +496,34 @@ class MonitorSection(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"every": "log_every"}
     log_every: Count = 10
+    """Steps between lines on the terminal and points in W&B; `metrics.jsonl` has every step."""
     wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: `"off"`, `"offline"` or `"online"`."""
     wandb_project: Text = "ds_pretrain"
+    """W&B project."""
 
 
 class Run(Section):
     """The whole run file."""
 
     name: Name
+    """Name of the run: letters, digits, `.`, `_`, `-`."""
     out: FilePath
+    """Run directory (path); one run each."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of weights, data order and dropout."""
     deepspeed: FilePath
+    """DeepSpeed JSON (path): precision, clipping, ZeRO, optimizer."""
     accept_changes: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] = ()
-    resume_from: FilePath | None = None  # a checkpoint to begin from where the run has none of its own
+    """Changes of past steps that this start accepts: `schedule`, `sources`, `model.z_loss`,
+    `model.activation_checkpointing`, `model.attention`, `model.decay_embeddings` or a key below one;
+    `probe` accepts another probe loss."""
+    resume_from: FilePath | None = None
+    """Checkpoint to start from while the run has none of its own (path): one of ours, or a universal one,
+    also of DeepSpeed."""
     accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(to_tuple)] = ()
+    """Parts that the checkpoint at `resume_from` may lack: `run_state` (the step is then DeepSpeed's
+    count), `rng` (random streams are then derived)."""
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
