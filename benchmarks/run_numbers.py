@@ -21,7 +21,17 @@ AUDIT, SAMPLES, SKIPPED = "audit counts", "sample ids", "skipped samples"
 MASTERS, MOMENTS, SHARDS = "fp32 masters", "Adam moments", "other shard values"
 
 # Fields and events of metrics.jsonl, and kinds named in them, that were renamed: the old name to the new one.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "suspects": "high_loss_samples",
+    "compared": "replay_compared",
+    "dropped": "skipped_update",
+    "wild_norm": "outlier_norm",
+    "changed": "config_changed",
+    "shipped": "upload",
+    "needs_person": "needs_operator",
+    "num_dropped": "num_skipped_updates",
+    "in_a_row": "num_consecutive",
+}
 # What the machine did rather than the training: times, rates, sizes of files.
 _OF_THE_MACHINE = re.compile(r"seconds?$|^time$|per_second|mfu|goodput|memory|bytes")
 # Texts that are compared; all others (messages, paths, hosts) may be worded anew.
