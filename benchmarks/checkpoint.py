@@ -38,7 +38,7 @@ import torch
 from ranks import start_ranks
 from report import finish, judge, spread
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import Manifest, owner_rank, step_name
 from ds_pretrain.checkpoint.save import SaveProgress, Saves
 from ds_pretrain.checkpoint.storage import StorageLayout
@@ -166,9 +166,9 @@ class Rank:
 
     def restore(self) -> None:
         """Restore as a start does: find, verify, load."""
-        found = store.find(StorageLayout(self.root, self.root), self.world)
+        found = restore_module.find_latest(StorageLayout(self.root, self.root), self.world)
         assert found is not None
-        store.restore(found, self.engine, 0, self.world)
+        restore_module.restore(found, self.engine, 0, self.world)
 
     def load_plainly(self, folder: Path) -> None:
         self.engine._engine.load_checkpoint(str(folder.parent), tag=folder.name)

@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore
 from ds_pretrain.config.plan import Plan, load_plan
 from ds_pretrain.core.distributed import EVERY_RANK, World, barrier, log, run_on_main
 from ds_pretrain.core.errors import (
@@ -89,14 +89,14 @@ def train(
     )
     run_on_main(world, lambda: label_remote(storage, record))
     if own is not None and rollback_log.rollbacks:
-        store.discard_after(storage, own.state.step, world)
+        restore.discard_after(storage, own.state.step, world)
     announce(plan, inputs, world)
     record_rank(plan.out, world.rank)
     uploads = Uploads(plan, storage, world)
     if found is not None and found.state.step == plan.last_step:
         _finish_uploads(plan, uploads, world)
         return
-    found = found and store.reshard_if_needed(found, plan.deepspeed, storage, world)
+    found = found and restore.reshard_if_needed(found, plan.deepspeed, storage, world)
     engine = open_run_engine(plan, world, inputs.pretrained)
     with ExitStack() as stack:
         monitor = stack.enter_context(open_monitor(plan, record, world))

@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_pretrain import train as train_module
 from ds_pretrain.checkpoint import reshard
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import EXPIRED, list_published, parse_step
 from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
@@ -221,7 +221,7 @@ class _Seen:
     saved: dict[int, Snapshot] = field(default_factory=dict)
 
     def watch(self, patch: pytest.MonkeyPatch, plant: Any = None) -> None:
-        take_step, restore, save = train_module.take_step, store.restore, Saver.save
+        take_step, restore, save = train_module.take_step, restore_module.restore, Saver.save
         judge, roll_back = rollback.Watchdog.judge, rollback.Watchdog.roll_back
 
         def stepped(engine: Any, batch: Batch, *args: Any) -> Any:
@@ -259,7 +259,7 @@ class _Seen:
             return self.final
 
         patch.setattr(train_module, "take_step", stepped)
-        patch.setattr(store, "restore", restoring)
+        patch.setattr(restore_module, "restore", restoring)
         patch.setattr(Saver, "save", saving)
         patch.setattr(rollback.Watchdog, "judge", judged)
         patch.setattr(rollback.Watchdog, "roll_back", rolled_back)
@@ -416,8 +416,8 @@ def _kill(patch: pytest.MonkeyPatch, world: World, kill: Kill | None, kill_after
         timer.start()
     elif kill.point in OWN_POINTS:
         owner, name, act = {
-            "leave": (store, "leave", _leave_one),
-            "load": (store, "restore", die),
+            "leave": (restore_module, "leave", _leave_one),
+            "load": (restore_module, "restore", die),
             "person": (Saver, "save_for_person", die),
         }[kill.point]
         patch.setattr(owner, name, act)
@@ -461,14 +461,14 @@ def restore_and_save(world: World, run_file: str, kill: Kill | None = None) -> S
     """Restore a run and save it again at once, as if it had been stopped before its first step."""
     plan = load_plan(run_file)
     root = plan.out / "checkpoints"
-    found = store.find(StorageLayout(root, root), world)
+    found = restore_module.find_latest(StorageLayout(root, root), world)
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard, "_run_tool", tool_in_this_process)
         _kill(patch, world, kill, None)
-        found = store.reshard_if_needed(found, plan.deepspeed, StorageLayout(root, root), world)
+        found = restore_module.reshard_if_needed(found, plan.deepspeed, StorageLayout(root, root), world)
     engine = setup.open_run_engine(plan, world)
-    state = store.restore(found, engine, plan.run.seed, world)
+    state = restore_module.restore(found, engine, plan.run.seed, world)
     texts = {"deepspeed.json": plan.deepspeed_text}
     manifest = replace(found.manifest, world_size=world.size, files={})
     save_now(root, state, manifest, texts, engine, world)

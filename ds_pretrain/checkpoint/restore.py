@@ -49,7 +49,7 @@ class Shards(UniversalShards, Protocol):
     def load(self, folder: Path, tag: str) -> None: ...
 
 
-def find(
+def find_latest(
     storage: StorageLayout, world: World, is_left: Callable[[RunState], bool] = lambda state: False
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.

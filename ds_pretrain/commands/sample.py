@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore
 from ds_pretrain.checkpoint.manifest import list_published, parse_step
 from ds_pretrain.checkpoint.shards import open_shards
 from ds_pretrain.config.plan import Plan, load_plan
@@ -53,7 +53,7 @@ def generate_samples(
     _refuse_words(prompt, count, max_tokens, temperature, seed)
     tokenizer = run_tokenizer(plan)
     start = list(map(int, tokenizer.encode([prompt])[0])) if prompt else []
-    folder = store.find_newest_intact(_find_root(plan), step)
+    folder = restore.find_newest_intact(_find_root(plan), step)
     _refuse_length(_read_model_text(plan, folder), 1 + len(start), max_tokens)
     model = load_trained_model(plan, folder)
     device = "cuda" if uses_gpu() else "cpu"

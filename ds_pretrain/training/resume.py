@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore
 from ds_pretrain.checkpoint.manifest import Manifest
 from ds_pretrain.checkpoint.rng import preserve_streams
 from ds_pretrain.checkpoint.storage import StorageLayout
@@ -64,7 +64,7 @@ def find_start(
         InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
     """
     is_left = partial(rollback_log.is_abandoned, heeds_stop=plan.run.watchdog.mode == "act")
-    own, origin = store.find(storage, world, is_left), None
+    own, origin = restore.find_latest(storage, world, is_left), None
     if own is None:
         origin = _find_origin(plan, options, world)
     refuse_step(own or origin, plan, options)
@@ -75,7 +75,7 @@ def _find_origin(plan: Plan, options: StartOptions, world: World) -> Found | Non
     if plan.run.resume_from is None:
         return None
     accepted = (*plan.run.accept_missing, *(("manifest",) if options.trust_pickle else ()))
-    return store.open_external(Path(plan.run.resume_from), accepted, world)
+    return restore.open_external(Path(plan.run.resume_from), accepted, world)
 
 
 def resume(
@@ -92,7 +92,7 @@ def resume(
     if found is None:
         monitor.event("start", step=0, world_size=world.size, **plan.sharing)
         return RunState()
-    state = store.restore(found, engine, plan.run.seed, world)
+    state = restore.restore(found, engine, plan.run.seed, world)
     if found.manifest.probe is not None:
         enter_phase(found.manifest.probe.step)
     probed = check_probe(found.manifest, state, engine, loader, plan, world)

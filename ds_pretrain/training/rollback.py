@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore
 from ds_pretrain.checkpoint.manifest import list_published, parse_step
 from ds_pretrain.checkpoint.retention import KNOWN_GOOD, is_marked_abandoned
 from ds_pretrain.checkpoint.rng import preserve_streams
@@ -132,8 +132,8 @@ class Watchdog:
         self._written(after)
         log.warning(f"step {step:,}: {verdict.message}; {response.action} {response.reason}")
         self._told(after, loader, verdict, response.reason)
-        store.discard_after(self._storage, after.step, self._world)
-        store.restore(found, engine, self._plan.run.seed, self._world)
+        restore.discard_after(self._storage, after.step, self._world)
+        restore.restore(found, engine, self._plan.run.seed, self._world)
         self._find_high_loss_samples(after, engine, loader, state.ledger)
         self._incidents.begin(after)
         return after
@@ -188,7 +188,7 @@ class Watchdog:
             outcome = find_at_step(self._storage, response.to_step, self._world)
             if isinstance(outcome, Found):
                 deepspeed = self._plan.deepspeed
-                return store.reshard_if_needed(outcome, deepspeed, self._storage, self._world), response
+                return restore.reshard_if_needed(outcome, deepspeed, self._storage, self._world), response
             log.warning(f"the checkpoint of step {response.to_step:,} cannot be restored: {outcome}")
             known_good = [c for c in known_good if c != response.to_step]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.checkpoint import reshard as reshard_module
 from ds_pretrain.checkpoint.diff import SHOWN_LINES, compare_checkpoints, describe_differences
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
@@ -336,9 +336,9 @@ def test_nothing_is_unpickled_of_a_checkpoint_that_does_not_verify(tmp_path: Pat
 
 
 def test_a_damaged_universal_form_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_run_tool", harness.tool_in_this_process)
+    monkeypatch.setattr(reshard_module, "_run_tool", harness.tool_in_this_process)
     a = written(tmp_path / "a")
-    form = convert.convert(a)
+    form = reshard_module.convert(a)
     assert compare_checkpoints(a, form).is_empty
     path = form / "zero" / "a.bias" / "fp32.pt"
     content = bytearray(path.read_bytes())

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import restore as store
-from ds_pretrain.checkpoint import save as saves
+from ds_pretrain.checkpoint import restore as restore_module
+from ds_pretrain.checkpoint import save as save_module
 from ds_pretrain.checkpoint import snapshot
-from ds_pretrain.checkpoint import storage as places
+from ds_pretrain.checkpoint import storage as storage_module
 from ds_pretrain.checkpoint.manifest import list_published, parse_manifest, step_name
 from ds_pretrain.checkpoint.retention import KNOWN_GOOD, PINNED, prune, select_expired
 from ds_pretrain.checkpoint.save import SaveOutcome, Saves
@@ -89,7 +89,7 @@ def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     """The name of what was found, what was told, and the type and text of what was raised."""
     with heard() as told:
         try:
-            found = store.find(StorageLayout(root, root), world)
+            found = restore_module.find_latest(StorageLayout(root, root), world)
         except RunError as error:
             return None, told, f"{type(error).__name__}: {error}"
     return found.folder.name if found else None, told, None
@@ -101,13 +101,13 @@ def _names(root: Path) -> list[str]:
 
 def _save_find_restore(world: World, folder: str) -> Any:
     root = Path(folder) / "checkpoints"
-    nothing = store.find(StorageLayout(root, root), world)
+    nothing = restore_module.find_latest(StorageLayout(root, root), world)
     _save(root, 3, world)
     saved = _save(root, 6, world)
-    found = store.find(StorageLayout(root, root), world)
+    found = restore_module.find_latest(StorageLayout(root, root), world)
     assert found is not None
     shards = SmallShards(world)
-    state = store.restore(found, shards, 7, world)
+    state = restore_module.restore(found, shards, 7, world)
     written = torch.load(found.folder / FILES[1], weights_only=True)[f"{found.folder.name}.partial"].tolist()
     same = saved.problem is None and saved.bytes == found.manifest.total_bytes and written == [1] * 8
     return nothing, list(found.manifest.files), found.folder.name, same, state, shards.loaded
@@ -211,7 +211,7 @@ def test_a_second_broken_checkpoint_of_a_step_does_not_displace_the_first(tmp_pa
         _save(tmp_path, 3, world)
         (tmp_path / step_name(3) / "run.toml").unlink()
         with pytest.raises(InputError, match=r"no checkpoint in .* verifies"):
-            store.find(StorageLayout(tmp_path, tmp_path), world)
+            restore_module.find_latest(StorageLayout(tmp_path, tmp_path), world)
     assert _names(tmp_path) == ["latest", *(f"step_000000003.broken{n}" for n in ("", 2, 3))]
 
 
@@ -276,7 +276,7 @@ def _fail_at(world: World, folder: str, rank: int, point: str) -> Any:
             raise OSError(5, "Input/output error")
 
     if world.rank == rank:
-        for module in (saves, snapshot):
+        for module in (save_module, snapshot):
             patch.setattr(module, "write_point", refuse)
     outcome = _save(root, 6, world)
     barrier(world)
@@ -354,7 +354,7 @@ def test_a_disk_that_does_not_answer_says_nothing_about_the_checkpoint(
     def refuse(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(places, "compute_checksum", refuse)
+    monkeypatch.setattr(storage_module, "compute_checksum", refuse)
     found, told, raised = _find(tmp_path, world)
     assert (found, told) == (None, [])
     assert "cannot be checked ([Errno 5] Input/output error); it is not changed" in str(raised)
@@ -494,11 +494,11 @@ def test_sizes_alone_let_a_changed_byte_through_and_that_is_what_was_asked_for(t
         _save(tmp_path, step, world)
     _flip_a_bit(tmp_path / step_name(6) / FILES[0])
     sizes = StorageLayout(tmp_path, tmp_path, verify="sizes")
-    found = store.find(sizes, world)
+    found = restore_module.find_latest(sizes, world)
     assert found is not None
     assert found.manifest.step == 6
     _truncate(tmp_path / step_name(6) / FILES[0])
-    found = store.find(sizes, world)
+    found = restore_module.find_latest(sizes, world)
     assert found is not None
     assert found.manifest.step == 3
 
@@ -511,7 +511,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
         _save(tmp_path, step, world)
     (tmp_path / step_name(6) / PINNED).touch()
     with heard() as told:
-        store.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
+        restore_module.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
     assert _names(tmp_path) == [
         *("latest", step_name(2), f"{step_name(4)}.expired.partial", f"{step_name(6)}.abandoned_1"),
         f"{step_name(8)}.expired.partial",
@@ -522,7 +522,7 @@ def test_what_was_saved_after_the_step_gone_back_to_is_given_up_and_what_is_pinn
     ]
     _save(tmp_path, 6, world)  # the run comes by again
     (tmp_path / step_name(6) / PINNED).touch()
-    store.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
+    restore_module.discard_after(StorageLayout(tmp_path, tmp_path), 2, world)
     prune(tmp_path, keep=1, keep_every=None)
     assert {f"{step_name(6)}.abandoned_1", f"{step_name(6)}.abandoned_2"} <= set(_names(tmp_path))
     assert list_published(tmp_path) == [tmp_path / step_name(2)]
@@ -533,7 +533,9 @@ def test_a_checkpoint_on_a_branch_that_was_left_is_passed_over(tmp_path: Path) -
     for step in (2, 4, 6):
         _save(tmp_path, step, world)
     with heard() as told:
-        found = store.find(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
+        found = restore_module.find_latest(
+            StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2
+        )
     assert found is not None
     assert found.manifest.step == 2
     assert told == [
@@ -548,9 +550,9 @@ def test_what_was_left_keeps_its_name_until_something_older_is_found_to_be_whole
         _save(tmp_path, step, world)
     _truncate(tmp_path / step_name(2) / FILES[0])
     with pytest.raises(InputError, match="steps 6, 4 verify, but a rollback abandoned them"):
-        store.find(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
+        restore_module.find_latest(StorageLayout(tmp_path, tmp_path), world, lambda state: state.step > 2)
     assert {step_name(4), step_name(6)} <= set(_names(tmp_path))
-    found = store.find(StorageLayout(tmp_path, tmp_path), world)  # as mode "observe" would
+    found = restore_module.find_latest(StorageLayout(tmp_path, tmp_path), world)  # as mode "observe" would
     assert found is not None
     assert found.manifest.step == 6
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.rng import load_streams, rng_file, seed_streams
 from ds_pretrain.checkpoint.storage import StorageLayout
@@ -48,9 +48,9 @@ def _save_after_draws(world: World, folder: str) -> list[list[float]]:
 
 def _draws_after_restore(world: World, folder: str) -> list[list[float]]:
     seed_streams(99, 1 - world.rank)  # a fresh process has streams too, others
-    found = store.find(StorageLayout(Path(folder), Path(folder)), world)
+    found = restore_module.find_latest(StorageLayout(Path(folder), Path(folder)), world)
     assert found is not None
-    store.restore(found, test_store.SmallShards(world), 7, world)
+    restore_module.restore(found, test_store.SmallShards(world), 7, world)
     return [_draws() for _ in range(4)]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_pretrain.checkpoint import reshard, universal
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import (
     MANIFEST,
     RUN_STATE,
@@ -543,21 +543,21 @@ def test_everything_that_a_foreign_universal_checkpoint_lacks_is_listed_with_how
 def test_a_checkpoint_at_another_place_is_opened_whatever_wrote_it(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     form, _ = _prepared(folder)
-    ours = store.open_external(folder, [], World())
-    copied = store.open_external(form.folder, ["rng"], World())
+    ours = restore_module.open_external(folder, [], World())
+    copied = restore_module.open_external(form.folder, ["rng"], World())
     assert ours.universal is None
     assert copied.universal is not None
     assert ours.manifest == copied.manifest
     assert ours.state == copied.state == RunState(STEP)
-    assert store.reshard_if_needed(copied, {}, StorageLayout(folder, folder), World()) is copied
+    assert restore_module.reshard_if_needed(copied, {}, StorageLayout(folder, folder), World()) is copied
     for name in ("universal.json", "source_manifest.json", RUN_STATE):
         (form.folder / name).unlink()
-    found = store.open_external(form.folder, list(universal.MISSING), World())
+    found = restore_module.open_external(form.folder, list(universal.MISSING), World())
     assert (found.state, found.manifest.step) == (RunState(STEP), STEP)
     assert (found.manifest.identity, found.manifest.wandb_id) == ({}, None)
     (folder / RUN_STATE).write_text("{}")
     with pytest.raises(InputError, match=f"{folder} does not verify: "):
-        store.open_external(folder, [], World())
+        restore_module.open_external(folder, [], World())
 
 
 def test_damage_in_a_universal_checkpoint_at_another_place_is_found(tmp_path: Path) -> None:

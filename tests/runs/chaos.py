@@ -4,12 +4,12 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_pretrain.checkpoint import reshard as convert
+from ds_pretrain.checkpoint import reshard as reshard_module
 from ds_pretrain.checkpoint.manifest import PARTIAL, list_published, parse_step
 from ds_pretrain.checkpoint.restore import find_damage
 from ds_pretrain.core.jsonl import read_metrics
 
-PACKAGE = Path(convert.__file__).parents[1]
+PACKAGE = Path(reshard_module.__file__).parents[1]
 # These pass their write points in a process of their own, which does not train.
 SHIPPING_MODULES = {"ds_pretrain.checkpoint.upload", "ds_pretrain.checkpoint.remote"}
 

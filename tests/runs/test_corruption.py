@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import MANIFEST, FileEntry, parse_manifest
 from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.core.distributed import World, barrier
@@ -143,7 +143,7 @@ class Case:
 def _find(root: Path, world: World) -> tuple[str | None, list[str], str | None]:
     with heard() as told:
         try:
-            found = store.find(StorageLayout(root, root), world)
+            found = restore_module.find_latest(StorageLayout(root, root), world)
         except RunError as error:
             return None, told, str(error)
     return found.folder.name if found else None, told, None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint.manifest import owner_rank, parse_manifest
 from ds_pretrain.checkpoint.storage import StorageLayout
 from ds_pretrain.config.plan import load_plan
@@ -51,9 +51,9 @@ def _resume(world: World, run_file: str) -> tuple[float, float]:
     barrier(world)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
     memory, read = _status("VmHWM"), _read_bytes()
-    found = store.find(StorageLayout(plan.out, plan.out), world)
+    found = restore_module.find_latest(StorageLayout(plan.out, plan.out), world)
     assert found is not None
-    store.restore(found, engine, 7, world)
+    restore_module.restore(found, engine, 7, world)
     memory, read = _status("VmHWM") - memory, _read_bytes() - read + sum(mapped)
     patch.undo()
     own = sum(e.bytes for name, e in found.manifest.files.items() if owner_rank(name) == world.rank)

@@ -15,7 +15,7 @@ from ds_pretrain.commands.cli import main
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FAILED, EXIT_FINISHED
 from ds_pretrain.engine.engine import ZeroEngine
-from ds_pretrain.training import saver as saving
+from ds_pretrain.training import saver as saver_module
 from tests.checkpoint.test_manifest import MANIFEST
 from tests.harness import Fault, Record, Stop, disk_is_full, record_run, start
 from tests.ranks import run_ranks
@@ -26,9 +26,9 @@ from tests.scenario import LLAMA, make_run
 def _start_with(world: World, run_file: str, where: str, act: str, overrides: tuple[str, ...] = ()) -> Record:
     """A start in which `where.act` meets a full disk, or what stands for it."""
     modules = {
-        "saving": (saving, disk_is_full),
+        "saving": (saver_module, disk_is_full),
         "train": (train_module, disk_is_full),
-        "memory": (saving, lambda: 1),
+        "memory": (saver_module, lambda: 1),
         "engine": (ZeroEngine, _corrupt),
     }
     owner, instead = modules[where]

@@ -11,7 +11,7 @@ import pytest
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, InputError
-from ds_pretrain.training import saver as saving
+from ds_pretrain.training import saver as saver_module
 from ds_pretrain.training.setup import require_shared_folder
 from tests.harness import record_run, start
 from tests.ranks import KILLED, run_ranks
@@ -54,7 +54,7 @@ def _start_on_a_disk_that_fills_up(
         return write(path, value)
 
     patch.setattr(snapshot, "write_summed", written)
-    patch.setattr(saving, "RETRY_SECONDS", 0.0)
+    patch.setattr(saver_module, "RETRY_SECONDS", 0.0)
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended
@@ -84,7 +84,8 @@ def test_p20_a_save_that_fails_is_told_and_training_goes_on(
     ranks = run_ranks(_start_on_a_disk_that_fills_up, 2, str(run_file), "step_000000004", [])
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert (
-        "checkpoint step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous one is intact (1 of 3 consecutive failures)"
+        "checkpoint step 4 was not saved: rank 1: [Errno 28] No space left on device; the previous one is "
+        "intact (1 of 3 consecutive failures)"
     ) in ranks[0].stderr
     assert trace(tmp_path / "full" / "out") == straight(stage)
     names = sorted(path.name for path in (tmp_path / "full" / "out" / "checkpoints").glob("step_*"))

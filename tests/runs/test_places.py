@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import upload as ship_module
+from ds_pretrain.checkpoint import upload as upload_module
 from ds_pretrain.checkpoint.manifest import MANIFEST, parse_manifest
 from ds_pretrain.checkpoint.retention import is_uploaded
 from ds_pretrain.commands.cli import main
@@ -304,8 +304,8 @@ def test_what_could_not_be_shipped_is_said_at_the_end_and_shipped_by_the_next_st
 def _with_no_patience(world: World, run_file: str, overrides: tuple[str, ...]) -> Record:
     patch = pytest.MonkeyPatch()
     patch.setattr(train_module, "UPLOAD_PATIENCE_SECONDS", 0.0)
-    patch.setattr(ship_module.Uploader, "start", lambda self: None)
-    patch.setattr(ship_module.Uploader, "revive", lambda self: None)
+    patch.setattr(upload_module.Uploader, "start", lambda self: None)
+    patch.setattr(upload_module.Uploader, "revive", lambda self: None)
     ended = start(world, run_file, overrides)
     patch.undo()
     return ended
@@ -381,8 +381,8 @@ def _shipping_nothing(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], stop: Stop | None
 ) -> Record:
     patch = pytest.MonkeyPatch()
-    patch.setattr(ship_module.Uploader, "start", lambda self: None)
-    patch.setattr(ship_module.Uploader, "revive", lambda self: None)
+    patch.setattr(upload_module.Uploader, "start", lambda self: None)
+    patch.setattr(upload_module.Uploader, "revive", lambda self: None)
     patch.setattr(train_module, "UPLOAD_PATIENCE_SECONDS", 0.0)
     patch.setattr(train_module, "STOP_PATIENCE_SECONDS", 0.0)
     ended = _on_its_own_host(world, run_file, hosts, overrides, stop)
@@ -433,7 +433,7 @@ def _until_6_is_shipped(
 def _with_a_failing_host(
     world: World, run_file: str, hosts: str, overrides: tuple[str, ...], at: str
 ) -> Record:
-    from ds_pretrain.checkpoint import save as saves
+    from ds_pretrain.checkpoint import save as save_module
 
     patch = pytest.MonkeyPatch()
     failed: list[str] = []
@@ -443,7 +443,7 @@ def _with_a_failing_host(
             failed.append(name)
             raise OSError(28, "No space left on device")
 
-    patch.setattr(saves, "write_point", point)
+    patch.setattr(save_module, "write_point", point)
     ended = _on_its_own_host(world, run_file, hosts, overrides)
     patch.undo()
     return ended

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from ds_pretrain import train as train_module
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint import snapshot
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.run_files import RankRecord, StopSignal, read_exit, read_ranks
 from ds_pretrain.data.loader import BatchLoader
-from ds_pretrain.training import saver as saving
-from ds_pretrain.training import setup as opening
+from ds_pretrain.training import saver as saver_module
+from ds_pretrain.training import setup as setup_module
 from tests.harness import Record, at_write_points, start
 from tests.ranks import run_ranks
 from tests.runs.chaos import look
@@ -48,12 +48,12 @@ class Term:
 
 BY_CALL: dict[str, tuple[Any, str]] = {
     "start": (StopSignal, "__enter__"),  # a moment after it: before, a signal ends the process, as it should
-    "model build": (opening, "build_model"),
-    "restore": (store, "restore"),
+    "model build": (setup_module, "build_model"),
+    "restore": (restore_module, "restore"),
     "step": (train_module, "take_step"),
     "validation": (train_module, "evaluate"),
     "snapshot": (snapshot.Snapshot, "settle"),
-    "memory check": (saving, "fits_in_memory"),
+    "memory check": (saver_module, "fits_in_memory"),
     "data wait": (BatchLoader, "at"),
 }
 BY_WRITE_POINT = {
@@ -211,7 +211,7 @@ def test_p50_a_signal_in_the_last_save_lets_the_run_finish(tmp_path: Path, strai
 
 
 def _terminate_at_the_end(world: World, run_file: str) -> Record:
-    _before(saving.Saver, "save_blocking", lambda: _terminate(again=True))
+    _before(saver_module.Saver, "save_blocking", lambda: _terminate(again=True))
     return start(world, run_file)
 
 

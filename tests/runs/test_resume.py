@@ -9,7 +9,7 @@ import pytest
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_FINISHED, InputError
 from ds_pretrain.core.run_files import read_exit
-from ds_pretrain.training import preflight as opening
+from ds_pretrain.training import preflight as preflight_module
 from tests.harness import Stop, start
 from tests.ranks import run_ranks
 from tests.runs.results import contents, trace
@@ -115,7 +115,7 @@ def _start_without_data_on_rank_1(world: World, run_file: str) -> Any:
         def missing(plan: Any) -> Any:
             raise InputError(["sources.text: no such file on this host", "sources.code: nor here"])
 
-        patch.setattr(opening, "open_inputs", missing)
+        patch.setattr(preflight_module, "open_inputs", missing)
     return start(world, run_file)
 
 

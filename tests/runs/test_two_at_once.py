@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_pretrain.checkpoint import reshard as convert
-from ds_pretrain.checkpoint import restore as store
+from ds_pretrain.checkpoint import reshard as reshard_module
+from ds_pretrain.checkpoint import restore as restore_module
 from ds_pretrain.checkpoint import snapshot, universal
 from ds_pretrain.checkpoint.manifest import step_name, universal_folder
 from ds_pretrain.checkpoint.retention import prune
@@ -53,7 +53,7 @@ def _spied(world: World, folder: str) -> list[tuple[str, str]]:
         if host_world.is_main:
             prune(root, keep=2, keep_every=None)
         barrier(world)
-    assert store.find(StorageLayout(root, root), host_world) is not None
+    assert restore_module.find_latest(StorageLayout(root, root), host_world) is not None
     patch.undo()
     return done
 
@@ -153,10 +153,10 @@ def test_p40_two_prepares_of_one_corpus_at_once_leave_one_whole_corpus(tmp_path:
 
 
 def _convert_at_once(world: World, folder: str) -> str:
-    convert._run_tool = harness.tool_in_this_process
+    reshard_module._run_tool = harness.tool_in_this_process
     barrier(world)
     try:
-        convert.convert(Path(folder))
+        reshard_module.convert(Path(folder))
     except RunError as error:
         return f"{type(error).__name__}: {error}"
     return "converted"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_pretrain.commands.sample import build_whole_model
-from ds_pretrain.config import deepspeed as deepspeed_json_module
+from ds_pretrain.config import deepspeed as deepspeed_module
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
 from ds_pretrain.core.state import SkipLedger
@@ -41,7 +41,7 @@ def _change_each_step(world: World, run_file: str, managed: bool = False) -> Any
     """Loss, norm and clipping of each step, beside plain torch's, and how far the weights end apart."""
     patch = pytest.MonkeyPatch()
     if managed:
-        resolve = deepspeed_json_module.resolve_deepspeed
+        resolve = deepspeed_module.resolve_deepspeed
         own = {"managed_gradient_accumulation": True, "gradient_accumulation_steps": 2}
         patch.setattr("ds_pretrain.config.plan.resolve_deepspeed", lambda *a, **k: resolve(*a, **k) | own)
     plan = load_plan(run_file)

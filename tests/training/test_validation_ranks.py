@@ -13,7 +13,7 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.data.loader import read_validation_batches
 from ds_pretrain.models.loss import cross_entropy_and_z
-from ds_pretrain.training import validation as evaluation_module
+from ds_pretrain.training import validation as validation_module
 from ds_pretrain.training.preflight import prepare_inputs
 from ds_pretrain.training.setup import open_run_engine, open_validation_sets
 from ds_pretrain.training.validation import evaluate
@@ -29,7 +29,7 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
     """The digest of the trained state, and the inputs of each validation pass on this rank."""
     passes: list[list[Any]] = []
     patch = pytest.MonkeyPatch()
-    batches = evaluation_module.read_validation_batches
+    batches = validation_module.read_validation_batches
 
     def watched(*args: Any) -> Any:
         passes.append([])
@@ -37,7 +37,7 @@ def _train_and_watch(world: World, run_file: str, overrides: tuple[str, ...]) ->
             passes[-1].append((micro.input_ids.tolist(), micro.labels.tolist()))
             yield micro
 
-    patch.setattr(evaluation_module, "read_validation_batches", watched)
+    patch.setattr(validation_module, "read_validation_batches", watched)
     digest = record_run(world, run_file, overrides).digest
     patch.undo()
     return digest, passes
@@ -76,8 +76,8 @@ def _evaluate(world: World, run_file: str) -> Any:
     engine = open_run_engine(plan, world)
     gathered = []
     patch = pytest.MonkeyPatch()
-    gather = evaluation_module.gather_rows
-    patch.setattr(evaluation_module, "gather_rows", lambda *a: (gathered.append(1), gather(*a))[1])
+    gather = validation_module.gather_rows
+    patch.setattr(validation_module, "gather_rows", lambda *a: (gathered.append(1), gather(*a))[1])
     first, second = (evaluate(engine, sets, 2, world) for _ in range(2))
     patch.undo()
     model = build_whole_model(plan).eval()

@@ -19,7 +19,7 @@ from ds_pretrain.config.timeline import Segment, Timeline, parse_duration
 from ds_pretrain.core.state import Rollback, RunState, Skip, SkipLedger
 from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.data.sampler import Sampler, make_sampler
-from ds_pretrain.watchdog import rollback_log as cure
+from ds_pretrain.watchdog import rollback_log as rollback_log_module
 from ds_pretrain.watchdog.policy import Response, apply_rollback
 from ds_pretrain.watchdog.rollback_log import RollbackLog, read_rollback_log, write_rollback_log
 from tests.data.in_memory import SEQ_LEN, feed_of, source_of, timeline_of
@@ -66,7 +66,7 @@ def _require_exact(trained: list[Draws], ledger: SkipLedger, timeline: Timeline)
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is unplugged here: a thousand syncs would be most of the time."""
-    monkeypatch.setattr(cure, "write_atomic", Path.write_text)
+    monkeypatch.setattr(rollback_log_module, "write_atomic", Path.write_text)
 
 
 @pytest.fixture
