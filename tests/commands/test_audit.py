@@ -171,7 +171,7 @@ def test_p55_a_healed_run_is_proved_and_its_skips_and_drops_are_told(
         "skip 1     main draws [152, 200), 48 samples, which steps 20 to 25 would have read: lasting_spike, "
         "decided at step 24 of attempt 1",
         "skipped    updates of steps 27 to 28: 16 samples read, updates not applied",
-        "untrained  64 samples: 48 skipped, 16 dropped",
+        "untrained  64 samples: 48 skipped, 16 in skipped updates",
         "rollbacks  2 (replay, skip), which took back 14 steps (1,792 tokens)",
         "restarts   1, which took nothing back",
         "attempts   2: number 1 on 2 ranks, number 2 on 4 ranks",

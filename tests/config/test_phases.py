@@ -284,9 +284,9 @@ def test_the_rate_of_the_summary_is_that_of_the_ramps_rule_with_its_factor_at_ea
     corners, words, *_ = format_lr_summary(plan)
     assert corners.startswith(f"lr         start 0: 0, warmup end 2: {1e-2 * factor:.3g}, middle 5: 0.01, ")
     assert words == (
-        f"           batch.lr_scaling {rule}: x {factor:.3g} from step 0 (64 tokens a step, rate 0), x 1 "
+        f"           batch.lr_scaling {rule}: x {factor:.3g} from step 0 (64 tokens per step, lr 0), x 1 "
         f"from "
-        "step 4 (128 tokens a step, rate 0.01)"
+        "step 4 (128 tokens per step, lr 0.01)"
     )
 
 
@@ -296,14 +296,14 @@ def test_the_peak_may_be_meant_for_another_batch_than_the_last(tmp_path: Path) -
     plan = _plan(tmp_path, ("tokens = 128", ramp))
     assert [plan.lr(step, 3) for step in (3, 4)] == [1e-2, 1e-2 * 2**0.5]
     assert list(format_lr_summary(plan))[1] == (
-        "           batch.lr_scaling sqrt to 64 tokens: x 1 from step 0 (64 tokens a step, rate 0), x 1.41 "
-        "from step 4 (128 tokens a step, rate 0.0141)"
+        "           batch.lr_scaling sqrt to 64 tokens: x 1 from step 0 (64 tokens per step, lr 0), x 1.41 "
+        "from step 4 (128 tokens per step, lr 0.0141)"
     )
     whole = _plan(
         tmp_path / "whole", ("tokens = 128", 'lr_scaling = "linear"\nlr_reference_tokens = 64\ntokens = 128')
     )
     assert whole.lr(3, 3) == 2e-2
-    assert "x 2 from step 0 (128 tokens a step, rate 0)" in list(format_lr_summary(whole))[1]
+    assert "x 2 from step 0 (128 tokens per step, lr 0)" in list(format_lr_summary(whole))[1]
     assert _problems(tmp_path / "no", ("tokens = 128", "lr_reference_tokens = 64\ntokens = 128")) == (
         "batch.lr_reference_tokens = 64 is the batch that schedule.peak_lr is meant for, and without a "
         "rule the rate is "

@@ -54,8 +54,8 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (
         ("schedule.warmup=10 steps", "schedule.decay=3 steps"),
         (
-            'schedule.warmup = "10 steps" (10 steps) and schedule.decay = "3 steps" (3 steps) do not fit',
-            'into schedule.length = "12 steps" (12 steps); shorten one',
+            'schedule.warmup = "10 steps" (10 steps) and schedule.decay = "3 steps" (3 steps) exceed',
+            'schedule.length = "12 steps" (12 steps); shorten one',
         ),
     ),
     (

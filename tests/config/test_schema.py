@@ -297,7 +297,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 
 
 def test_a_path_that_no_system_call_takes_is_refused() -> None:
-    with pytest.raises(InputError, match=r'run file: "a\\u0000b" is no path .* check the path'):
+    with pytest.raises(InputError, match=r'run file: "a\\u0000b" is not a path .* check the path'):
         read_text("a\0b", "run file")
 
 
@@ -326,10 +326,10 @@ def test_the_minimal_run_file_is_toml() -> None:
     [
         ("s3://key:very-secret@vault/run", "holds a user, a password or a query"),
         ("abfs://vault/run?sig=very-secret", "holds a user, a password or a query"),
-        ("s3://", "is not a URL of a place; write one like s3://bucket/folder"),
-        ("S3 x://vault", "is not a URL of a place"),
+        ("s3://", "is not a URL of a location; write one like s3://bucket/folder"),
+        ("S3 x://vault", "is not a URL of a location"),
         ("", "is not a path on this host"),
-        ("s3:/vault/run", "is not a URL of a place"),
+        ("s3:/vault/run", "is not a URL of a location"),
         ("file:///vault/run", "or a folder as a path"),
     ],
 )

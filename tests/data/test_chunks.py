@@ -295,8 +295,8 @@ def test_chunks_that_change_under_a_run_are_refused_with_the_way_out() -> None:
     old = {"web": 4096, "code": 32768, "math": 4096, "gone": 4096}
     longer, shorter = find_changed_chunks(old, {"web": 32768, "code": 4096, "math": 4096, "new": 512})
     assert longer == (
-        "sources.web was read in chunks of 4,096 tokens, and would go on in chunks of 32,768: some tokens "
-        "would be read twice and others never; set sources.web.chunk_tokens = 4096, and give the phase "
-        "with longer sequences a source of another name with the same path"
+        "sources.web was read in chunks of 4,096 tokens, and would continue in chunks of 32,768: some "
+        "tokens would be read twice and others never; set sources.web.chunk_tokens = 4096, and give the "
+        "phase with longer sequences a source of another name with the same path"
     )
-    assert shorter.endswith("left out; set sources.code.chunk_tokens = 32768")
+    assert shorter.endswith("others never; set sources.code.chunk_tokens = 32768")

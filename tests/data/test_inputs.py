@@ -63,9 +63,7 @@ def test_what_prepare_wrote_is_not_text(tmp_path: Path) -> None:
     for source in (texts, Path(os.path.relpath(texts))):
         found = find_inputs([str(source)], "file", written, said.append)
         assert names(found, source) == ["a.txt", "b.json", "sub/c.txt"]
-    assert (
-        f"{texts}: left out 5 files that prepare writes or takes its tokenizer from (the first: " in said[0]
-    )
+    assert f"{texts}: ignored 5 files that prepare writes or takes its tokenizer from (the first: " in said[0]
 
 
 def test_the_folder_of_a_tokenizer_may_hold_the_texts(tmp_path: Path) -> None:
@@ -92,7 +90,7 @@ def test_a_file_with_a_nul_byte_is_refused_by_name_and_left_out_and_said_in_a_fo
         find_inputs([str(tmp_path / "a.txt")], "file")
     said: list[str] = []
     assert names(find_inputs([str(tmp_path)], "file", (), said.append), tmp_path) == ["b.txt"]
-    assert said == [f"{tmp_path}: left out 1 file with a NUL byte, not text (the first: {tmp_path}/a.txt)"]
+    assert said == [f"{tmp_path}: ignored 1 file with a NUL byte, not text (the first: {tmp_path}/a.txt)"]
 
 
 def test_what_is_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +110,7 @@ def test_a_link_inside_a_folder_does_not_count_twice(tmp_path: Path) -> None:
     (tmp_path / "b.txt").symlink_to("a.txt")
     said: list[str] = []
     assert names(find_inputs([str(tmp_path)], "file", (), said.append), tmp_path) == ["a.txt", "c.txt"]
-    assert said == [f"{tmp_path}: left out 1 file linked to another of it (the first: {tmp_path}/b.txt)"]
+    assert said == [f"{tmp_path}: ignored 1 file linked to another of it (the first: {tmp_path}/b.txt)"]
 
 
 def test_every_bad_source_is_reported_at_once(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_p39_epochs_differ_and_depend_on_seed_and_epoch_only() -> None:
         ({"a": float("nan")}, "mixture weight of 'a' is nan"),
         (
             {"a": 1.0, "b": 1e-5},
-            "mixture weight of 'b' is 1e-05, 1e-05 of all, less than one draw in 4096.*0.000244",
+            "mixture weight of 'b' is 1e-05, 1e-05 of the total, less than one draw in 4096.*0.000244",
         ),
     ],
 )

@@ -47,8 +47,8 @@ REJECTED = {
     "a\u00a0slots=8": "not understood",
     "a slots=8\nlocalhost slots=8": "'localhost' means another machine on each host",
     "127.0.0.1 slots=8\na slots=8": "'127.0.0.1' means another machine on each host",
-    "": "holds no host; expected `name slots=N`",
-    "# only a comment\n\n": "holds no host; expected `name slots=N`",
+    "": "has no host; expected `name slots=N`",
+    "# only a comment\n\n": "has no host; expected `name slots=N`",
 }
 
 

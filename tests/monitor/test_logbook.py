@@ -197,10 +197,10 @@ def test_a_small_thing_is_in_the_page_a_minute_later_though_nothing_else_happens
     book.write(event("start", 0))
     book.write(event("skipped_update", 3))
     steps(book, 4, 4)
-    assert "update dropped" not in (tmp_path / PAGE).read_text()
+    assert "update skipped" not in (tmp_path / PAGE).read_text()
     clock.seconds = 61
     steps(book, 5, 5)
-    assert "update dropped" in (tmp_path / PAGE).read_text()
+    assert "update skipped" in (tmp_path / PAGE).read_text()
     book.close()
 
 
@@ -268,7 +268,7 @@ def test_a_page_that_was_refused_is_made_by_a_later_record(
         monitor.event("stop", step=3)
     assert "monitoring degraded: writing to Logbook: " in capsys.readouterr().err
     text = (tmp_path / PAGE).read_text()
-    assert text.index("stopped on request;") < text.index(": start")
+    assert text.index("preempted, checkpoint saved;") < text.index(": start")
 
 
 def test_a_page_that_was_refused_is_made_when_the_logbook_is_closed(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def decision(incident: int = 1, **fields: Any) -> dict[str, Any]:
         "onset": 1130,
         "trouble": "lasting_spike",
         "response": "skip",
-        "reason": "from the calm checkpoint of step 1,000",
-        "message": "loss 7.0 is 90 spreads above the usual",
+        "reason": "from known-good checkpoint step 1,000",
+        "message": "loss 7.0 is 90 sigmas above the usual",
         "tokens": 4_640_000_000,
     }
     return event("rollback", 1160, incident=incident, **{**usual, **fields})
@@ -355,13 +355,13 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
         "## Incident 1",
         "2026-09-21 14:13:20 UTC, step 1,160, 4.64B tokens, attempt 1: a spike of the loss that lasts since "
         "step 1,130; skip. Outcome: **healed**.",
-        "Seen: loss 7.0 is 90 spreads above the usual.",
+        "Seen: loss 7.0 is 90 sigmas above the usual.",
         "At step 1,131 rank 1 on node-b:3 stood out most of 2 ranks, with a loss of 8.5; "
         "the median of the others was 2.5.",
-        "Decided: **skip**, back to step 1,000: from the calm checkpoint of step 1,000.",
+        "Decided: **skip**, back to step 1,000: from known-good checkpoint step 1,000.",
         "Skipped: 3,000 samples (2,000 of web, 1,000 of code) of phase main, draws 1,000 to 3,999. The exact "
         "ids are in incidents.jsonl; `ds-pretrain audit RUN --skipped` lists them.",
-        "Suspects: of the offending batches, 30 samples with the highest loss",
+        "High-loss samples: 30 samples of the offending batches with the highest loss",
         "**the data or the state**: the same data spiked again. First difference at step 1,001. Ranks: 1.",
         "Ended (2026-09-21 14:13:20 UTC, step 1,260, attempt 1): healed: 30 healthy steps after it.",
     ):
@@ -425,7 +425,10 @@ def test_a_run_that_needs_a_person_says_so_on_top_with_its_diagnosis(tmp_path: P
     assert now(text).startswith("**Now: OPERATOR ACTION REQUIRED (2026-09-21 14:13:20 UTC, step 9")
     block = "    step 9: nothing is left to try\n      step 5: spike; replay"
     assert text.index(block) < text.index("## ")
-    assert "Decided: **a person is needed**: the budget is spent; the next start goes on from step 5." in text
+    assert (
+        "Decided: **operator action required**: the budget is spent; the next start resumes from step 5."
+        in text
+    )
     assert now(page(tmp_path, [event("resume", 5)])) == "**Now: healthy since 2026-09-21 14:13:20 UTC.**"
 
 
@@ -487,8 +490,8 @@ def test_events_are_a_line_each_the_newest_first_and_small_things_of_one_kind_sh
         "SAVE FAILED, number 2 in a row: no room",
         "a slow rise of the loss, healed: healed",
         "3 times since step 40, a slow rise of the loss, watched: rose 80",
-        "update dropped for a non-finite loss or gradient norm",
-        "2 times since step 3, update dropped for an outlier gradient norm",
+        "update skipped for a non-finite loss or gradient norm",
+        "2 times since step 3, update skipped for an outlier gradient norm",
         "start, 2 ranks",
     ]
 

@@ -249,7 +249,7 @@ def test_a_sink_that_fails_does_not_keep_records_from_the_others(
     monitor.close()
     said = capsys.readouterr()
     assert said.out.splitlines() == ["start", "stop"]
-    goes_on = "training goes on without these records"
+    goes_on = "training continues without these records"
     assert said.err.splitlines() == [
         f"monitoring degraded: writing to Broken: RuntimeError: no start; {goes_on}",
         f"monitoring degraded: closing Broken: RuntimeError: not closed; {goes_on}",

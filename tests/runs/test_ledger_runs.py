@@ -133,4 +133,4 @@ def test_a_skip_that_reaches_past_the_last_step_and_a_kill_after_it(tmp_path: Pa
     [ended] = run_ranks(start, 1, str(run_file))
     assert ended.code == EXIT_BAD_INPUT
     assert "rollbacks.json cannot be read (" in ended.stderr
-    assert "it says which data the watchdog skipped; put an intact copy back" in ended.stderr
+    assert "it records which data was skipped; put an intact copy back" in ended.stderr

@@ -134,7 +134,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert [rank.code for rank in again] == [0, 0]
     [resumed] = _events(out, "resume")
     assert resumed["step"] == told["to_step"] < 22
-    assert f"checkpoint step {where_it_stood:,} is passed over" in again[0].stderr
+    assert f"checkpoint step {where_it_stood:,} is skipped" in again[0].stderr
     assert len(trace(out)) == 40
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
     assert ended.code == 0
     [warning] = _events(tmp_path / "out", "warning")
     assert "the run ends in a spike that began at step 39" in warning["message"]
-    assert "the newest calm checkpoint: step 3" in warning["message"]
+    assert "newest known-good checkpoint: step 3" in warning["message"]
     assert warning["message"] in ended.stderr
 
 

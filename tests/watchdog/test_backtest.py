@@ -24,7 +24,7 @@ SICK = [*BEFORE, *raised(after(BEFORE, 40), 0.5)]
         ("step,loss\n1,3.0\n1.5,3\n", "line 3: step is '1.5'; expected a whole number"),
         ("step,loss\n1,3.0\n-1,3\n", "line 3: step is '-1'; expected a whole number"),
         ("", "has the columns []; expected step, loss"),
-        ("step,loss\n1,3.0\n5,3\n4,3\n", "step 4 stands behind step 5; expected rising steps"),
+        ("step,loss\n1,3.0\n5,3\n4,3\n", "step 4 follows step 5; expected rising steps"),
         ("step,loss\n" + "x,1\n" * 30, "and 20 more lines like these"),
     ],
 )

@@ -36,7 +36,7 @@ SECTION = WatchdogSection(
 
 def test_the_first_answer_is_the_newest_calm_checkpoint_before_the_onset_and_the_same_data() -> None:
     assert respond(SECTION, TIMELINE, (), SICK, 203, [*CALM, 200, 202]) == Response(
-        "replay", 190, "from the calm checkpoint of step 190, the same data again"
+        "replay", 190, "from known-good checkpoint step 190, the same data again"
     )
 
 
@@ -46,7 +46,7 @@ def test_the_same_place_again_takes_the_next_rung_and_an_older_checkpoint() -> N
     assert (response.action, response.to_step) == ("skip", 180)
     second = replace(FIRST, to_step=180, response="skip")
     last = respond(SECTION, TIMELINE, (FIRST, second), SICK, 203, CALM)
-    assert last == Response("stop", 190, "it came back at the same place after replay, then skip")
+    assert last == Response("stop", 190, "it recurred at the same step after replay, then skip")
 
 
 def test_another_place_begins_the_ladder_anew_until_the_budget_of_a_stretch_is_spent() -> None:
@@ -75,7 +75,7 @@ def test_a_person_who_was_asked_for_gives_the_ladder_and_the_budget_back() -> No
 
 def test_without_a_calm_checkpoint_or_a_rung_a_person_is_asked_for() -> None:
     assert respond(SECTION, TIMELINE, (), SICK, 203, [200, 201]).reason == (
-        "no calm checkpoint is older than step 200, where it began"
+        "no known-good checkpoint is older than step 200, where it began"
     )
     assert respond(SECTION.model_copy(update={"policy": ()}), TIMELINE, (), SICK, 203, CALM).action == "stop"
 
@@ -152,7 +152,7 @@ def test_a_cure_comes_back_from_disk_and_is_applied_to_what_does_not_know_of_it(
 
 def test_a_cure_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "rollbacks.json").write_text("{")
-    with pytest.raises(InputError, match="it says which data the watchdog skipped; put an intact copy back"):
+    with pytest.raises(InputError, match="it records which data was skipped; put an intact copy back"):
         read_rollback_log(tmp_path)
 
 
