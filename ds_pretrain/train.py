@@ -77,7 +77,7 @@ def train(
         InputError: something that an operator has to change; found before anything saved is touched.
         NeedsOperator: the watchdog has nothing left to try.
         Preempted: asked to stop; everything is saved.
-        NoProgress: every update of this start was dropped.
+        NoProgress: every update of this start was skipped.
     """
     started = perf_counter()
     inputs = prepare_inputs(plan, world)  # every problem of every rank, before an engine

@@ -40,7 +40,7 @@ from ds_pretrain.core.text import find_changed_fields, format_count_of
 
 SHOWN_LINES = 20  # of each kind of difference
 _CHUNK = 1 << 22  # elements compared at a time, in fp64
-_STATE = ("optimizer", "engine", RUN_STATE)  # where a run stands, as against how it was set up
+_STATE = ("optimizer", "engine", RUN_STATE)  # the state of a run, as against how it was set up
 _WEIGHT = "weight"  # what the model computes with; a checkpoint may leave it out, as it follows from `fp32`
 _COUNTERS = ("global_steps", "skipped_steps")
 _Tensors = dict[tuple[str, str], Callable[[], Tensor]]
@@ -87,7 +87,7 @@ class Differences:
 
     @property
     def state(self) -> dict[str, tuple[Any, Any]]:
-        """The values of `values` that say where a run stands."""
+        """The values of `values` that say the state of a run."""
         return {path: both for path, both in self.values.items() if path.startswith(_STATE)}
 
     @property
@@ -97,7 +97,7 @@ class Differences:
 
     @property
     def is_same_state(self) -> bool:
-        """True if they are the same but for settings: a run goes on alike from both."""
+        """True if they are the same but for settings: a run continues alike from both."""
         return not (self.tensors or self.streams or self.state)
 
 

@@ -4,7 +4,7 @@ J. W. Young, "A first order approximation to the optimum checkpoint interval", C
 https://doi.org/10.1145/361147.361115; J. T. Daly, "A higher order estimate of the optimum checkpoint interval
 for restart dumps", FGCS 22(3), 2006, https://doi.org/10.1016/j.future.2004.11.016.
 
-What a save costs is the time that training stands still for it. That a checkpoint is complete only some time
+What a save costs is the time that training is blocked for it. That a checkpoint is complete only some time
 after it was taken, and that a restore takes its time, adds to what a failure costs, whatever the interval.
 """
 
@@ -17,7 +17,7 @@ from math import sqrt
 class Costs:
     """Costs of saves and failures in seconds: medians of measured values."""
 
-    stall: float  # that training stands still for a save
+    stall: float  # that training is blocked for a save
     complete: float  # from the begin of a save until its checkpoint is complete
     restore: float  # from the start of a process until it trains again
     mtbf: float  # mean time between failures of the whole cluster, above 0

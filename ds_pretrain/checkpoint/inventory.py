@@ -59,7 +59,7 @@ def list_entries(root: Path) -> Iterator[Entry]:
 
 
 def list_remote_entries(remote: Remote) -> Iterator[Entry]:
-    """Every checkpoint at another place, newest first. Reads manifests only."""
+    """Every checkpoint at a remote, newest first. Reads manifests only."""
     for step in remote.list_steps():
         seen = _look_there(remote, step)
         is_calm, is_pinned = (remote.get_size(step, mark) is not None for mark in (KNOWN_GOOD, PINNED))
@@ -80,7 +80,7 @@ def find_remote_problem(remote: Remote, step: int) -> str | None:
 
 
 def format_inventory(root: Path, now: datetime | None = None) -> Iterator[str]:
-    """The checkpoints under `root` as a table; then what began from them, and what was set aside."""
+    """The checkpoints under `root` as a table; then what began from them, and what was renamed."""
     now = now or datetime.now(UTC)
     found = list(list_entries(root))
     yield from format_table(found, now)

@@ -54,9 +54,9 @@ def find_latest(
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
-    What is missing or broken here is fetched from where it was shipped to. A folder that does not verify is
-    named with its reason and set aside, not deleted. One that `is_left`, on a branch that a rollback has
-    given up, is passed over; `discard_after` gives it up.
+    What is missing or broken here is fetched from where it was uploaded to. A folder that does not verify is
+    named with its reason and renamed, not deleted. One that `is_left`, on a branch that a rollback has
+    given up, is skipped; `discard_after` gives it up.
 
     Raises:
         InputError: there are checkpoints, and none verifies.
@@ -92,7 +92,7 @@ def find_latest(
 
 
 def discard_after(storage: StorageLayout, to_step: int, world: World) -> None:
-    """Give up the checkpoints after `to_step`, here and at the place: the run went back.
+    """Give up the checkpoints after `to_step`, here and at the remote: the run went back.
 
     They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
     """
@@ -218,7 +218,7 @@ def restore(found: Found, shards: Shards, seed: int, world: World) -> RunState:
 
 
 def _list_local_steps(storage: StorageLayout, world: World) -> tuple[list[int], bool]:
-    """The steps in this host's folder, and whether something was set aside there before; on its leader."""
+    """The steps in this host's folder, and whether something was renamed there before; on its leader."""
     if not storage.is_leader(world):
         return [], False
     for line in recover(storage.root):

@@ -78,9 +78,9 @@ def prune(
 ) -> None:
     """Delete expired checkpoints, their universal forms, and what killed saves left. On rank 0.
 
-    With `only_shipped`, one that is not whole at the other place yet stays until `2 * keep` newer ones are
-    here: a store that does not answer must not fill the disk. The newest `num_calm` calm ones stay too: what
-    the watchdog may go back to.
+    With `only_uploaded`, one that is not complete at the remote stays until `2 * keep` newer ones exist: a
+    remote that does not answer must not fill the disk. The newest `num_known_good` known-good ones stay, for
+    rollbacks.
     """
     folders = {
         step: folder for folder in list_published(root) if (step := parse_step(folder.name)) is not None

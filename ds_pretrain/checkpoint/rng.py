@@ -23,7 +23,7 @@ def seed_streams(seed: int, rank: int) -> None:
 
 
 def derive_streams(seed: int, step: int, rank: int) -> None:
-    """Give a rank that a checkpoint knows nothing of streams that depend on where the run stands."""
+    """Give a rank that a checkpoint knows nothing of streams that depend on the step of the run."""
     _seed_all(f"rng:{seed}:{step}:{rank}")
 
 

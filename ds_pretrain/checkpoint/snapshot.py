@@ -5,7 +5,7 @@ that are used again for the next save; a thread then writes them, sums them as t
 file.
 Masters and moments change only in the optimizer's step. So where they lie in host memory the thread copies
 them too, while the next forward and backward run, and the next step waits for it. All else is copied before
-training goes on: the copy is of one instant.
+training continues: the copy is of one instant.
 """
 
 import copy

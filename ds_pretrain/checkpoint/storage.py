@@ -1,7 +1,7 @@
 """The storage layout of a run's checkpoints, and the check of one file against its manifest entry.
 
 One folder that all hosts share; or a folder of each host's own, which holds the files of its own ranks only;
-and, beside either, a place to which checkpoints were shipped.
+and, beside either, a place to which checkpoints were uploaded.
 """
 
 from collections.abc import Mapping

@@ -60,7 +60,7 @@ def prepare_universal(
     """The universal form of a verified checkpoint: made now if none beside it verifies. Collective.
 
     Before any model is built. Rank 0 converts; others wait in short collectives, so that no timeout strikes.
-    What it wrote is read by rank 0 alone and told to the others: they may not see it yet.
+    What it wrote is read by rank 0 alone and broadcast: they may not see it yet.
 
     Raises:
         InputError, RunError: on every rank, as `convert` does, or because one never sees the files.
@@ -96,7 +96,7 @@ def load(universal: Universal, shards: UniversalShards, seed: int, world: World)
 
     Raises:
         InputError: the parameter groups of this start are not those of the checkpoint.
-        RunError: something was not loaded as it was saved, on any rank; training must not go on.
+        RunError: something was not loaded as it was saved, on any rank; training must not continue.
     """
     folder, manifest = universal.folder, universal.manifest
     if manifest.groups:
@@ -190,7 +190,7 @@ def _await_sight(form: Universal, world: World, poll_seconds: float) -> None:
             reason := find_universal_damage(form.folder, form.manifest)
         ) is not None and monotonic() < deadline:
             sleep(poll_seconds)
-            for folder in (form.folder.parent, form.folder):  # NFS looks anew at a folder that is opened
+            for folder in (form.folder.parent, form.folder):  # NFS looks again at a folder that is opened
                 with contextlib.suppress(OSError):
                     os.close(os.open(folder, os.O_RDONLY))
         if reason is not None:

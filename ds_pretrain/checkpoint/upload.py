@@ -4,8 +4,8 @@ Each host's leading rank starts a process (`Uploader`) that polls for published 
 uploaded yet (`UploadLoop`), and uploads them as far as it can (`upload_step`), the newest first. A host
 uploads the files that its folder holds, and leaves a marker at the remote that names them.
 Host 0 writes the manifest there last, once the markers of all hosts name every file that it lists. Nothing
-is kept but what saves requests, so a process may be killed at any moment, and the next one goes on, as
-another host, too. docs/design/shipping.md says why.
+is kept but what saves requests, so a process may be killed at any moment, and the next one continues, as
+another host, too. docs/design/uploads.md says why.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class Uploader:
             self.start()
 
     def list_not_uploaded(self) -> list[int] | None:
-        """The steps that are not whole at the other place yet, newest first; None if the disk is silent."""
+        """The steps that are not whole at the remote yet, newest first; None if the disk is silent."""
         try:
             return [parse_step(folder.name) or 0 for folder in list_not_uploaded(self._rounds.root)]
         except OSError:
@@ -120,7 +120,7 @@ class Uploader:
 
 
 def list_not_uploaded(root: Path) -> list[Path]:
-    """The published checkpoints here that are not whole at the other place, newest first."""
+    """The published checkpoints here that are not whole at the remote, newest first."""
     return [f for f in list_published(root) if (f / MANIFEST).is_file() and not is_uploaded(f)]
 
 
@@ -215,7 +215,7 @@ class UploadLoop:
         return self.remote
 
     def _tidy(self) -> None:
-        """Prune the place, on host 0, before anyone believes that nothing is left to do."""
+        """Prune the remote, on host 0, before anyone believes that nothing is left to do."""
         if self.host == 0 and self.remote is not None:
             try:
                 tidy(self.root, self.remote, self.keep, self.keep_every)
@@ -263,7 +263,7 @@ def upload_step(
 ) -> UploadProgress:
     """Take one published checkpoint as far as this host can now; never waits for others.
 
-    `whole` is called once it is whole at the place, before it is marked so here.
+    `whole` is called once it is whole at the remote, before it is marked so here.
 
     Raises:
         OSError: the store, or the disk here.
@@ -345,7 +345,7 @@ def _upload(path: Path, remote: Remote, step: int, name: str, entry: FileEntry) 
 
 
 def marker_name(host: int) -> str:
-    """The name of a host's marker at the place: a save, by its manifest's sum, and its files that arrived."""
+    """The name of a host's marker at the remote, which lists its uploaded files of a save."""
     return f"{ARRIVED}{host:05d}"
 
 
@@ -362,7 +362,7 @@ def _list_arrived(markers: Mapping[str, list[str]], text: bytes) -> set[str]:
 
 
 def _publish(remote: Remote, step: int, text: bytes) -> None:
-    """Write the manifest at the place, once nothing is beside the files but the markers of other hosts."""
+    """Write the manifest at the remote, once nothing is beside the files but the markers of other hosts."""
     for name in remote.list_unfinished(step):
         if name.startswith(f".{marker_name(0)}") or not name.startswith(
             f".{ARRIVED}"
@@ -390,7 +390,7 @@ def _mark(folder: Path, manifest: Manifest, text: bytes, location: str) -> None:
 
 
 def tidy(root: Path, remote: Remote, keep: int, keep_every: Multiples | None) -> None:
-    """Prune the place by the rule that holds here, and what can never become whole. On host 0."""
+    """Prune the remote by the rule that holds here, and what can never become whole. On host 0."""
     here = {step: folder for folder in list_published(root) if (step := parse_step(folder.name)) is not None}
     there = remote.list_steps()
 

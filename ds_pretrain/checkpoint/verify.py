@@ -1,6 +1,6 @@
 """Verifies checkpoints, each rank its own files, and fetches missing files to where they are loaded.
 
-Leaders of hosts read manifests and tell the others; each rank checks its own share of the files. What is
+Leaders of hosts read manifests and broadcast them; each rank checks its own share of the files. What is
 fetched comes under another name and is renamed once its checksum is right.
 """
 
@@ -71,7 +71,7 @@ class FolderListing:
 
 
 def find_at_step(storage: StorageLayout, step: int, world: World) -> Found | str:
-    """The checkpoint of a step, completed from where it was shipped, or why there is none. Collective."""
+    """The checkpoint of a step, completed from where it was uploaded, or why there is none. Collective."""
     folder = storage.root / step_name(step)
     leads = storage.is_leader(world)
     hosts = look_everywhere(
@@ -290,7 +290,7 @@ def _complete(
 ) -> Found | str:
     """Fetch the missing files into the host's folder, or say why its copy cannot be used. Collective.
 
-    What stands in the place of a file, or of the whole checkpoint, is set aside, not deleted.
+    What stands in the place of a file, or of the whole checkpoint, is renamed, not deleted.
     """
     folder, remote, leads = copy.folder, storage.remote, storage.is_leader(world)
     assert remote is not None

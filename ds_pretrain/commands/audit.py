@@ -77,7 +77,7 @@ def _refuse_contradictions(words: Any) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """Draws that a stretch of steps read."""
+    """Draws that a interval of steps read."""
 
     phase: str
     first_step: int
@@ -143,10 +143,10 @@ def _find_record_problems(run: Audited, history: History) -> Iterator[str]:
 
 
 def _list_reads(run: Audited, history: History) -> Iterator[Read]:
-    """The draws of all steps up to the newest, stretch by stretch of one segment and one ledger.
+    """The draws of all steps up to the newest, interval by interval of one segment and one ledger.
 
     A step that is not in the record has the ledger of the next that is: a skip begins at the earliest with
-    the draws of the first step after the checkpoint gone back to.
+    the draws of the first step after the checkpoint restored.
     """
     rows = history.rows
     seen = np.flatnonzero(rows["seen"])
@@ -205,7 +205,7 @@ def _draw_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
 
 
 def _start_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
-    """Stretches whose phase began elsewhere in the data: a skip in an earlier phase was decided later."""
+    """Intervals whose phase began elsewhere in the data: a skip in an earlier phase was decided later."""
     for read in reads:
         starts, then = (run.sampler.starts(read.phase, ledger) for ledger in (run.ledger, read.ledger))
         if moved := [name for name in then if then[name] != starts[name]]:
@@ -219,7 +219,7 @@ def _start_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
 def _find_epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
     """Tokens that were trained more than once in an epoch, counted one by one.
 
-    An epoch of a source goes on from phase to phase, whatever their sequence lengths.
+    An epoch of a source resumes from phase to phase, whatever their sequence lengths.
     """
     lengths = {s.phase: s.seq_len for s in run.plan.timeline.segments}
     unit = gcd(*lengths.values())  # tokens; each sample is whole ones

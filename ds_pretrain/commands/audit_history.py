@@ -145,7 +145,7 @@ def _open_audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
 
 
 def _describe_lost_rollback_log(root: Path, num_known: int, newest: RunState) -> str:
-    """The next start goes on as the checkpoint knows it; but whoever reads the file reads something else."""
+    """Say that the rollback log lacks rollbacks that the newest checkpoint has; a start uses the latter."""
     return (
         f"{ROLLBACKS} is missing, or lists {num_known} of the {len(newest.rollbacks)} rollbacks that the "
         f"checkpoint of step {newest.step:,} knows; it was deleted, emptied or replaced by an old copy: "

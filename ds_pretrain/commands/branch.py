@@ -2,8 +2,8 @@
 
 Up to STEP the new run file says what the parent did; from there on it may say something else. The parent's
 checkpoint becomes the new run's own first one: its files are linked (copied where links cannot reach), and
-its manifest is written anew, with the new run's name and id. So a start finds it as it finds any other, the
-watchdog can go back to it, and what becomes of the parent's folder does not matter to the new run.
+its manifest is written again, with the new run's name and id. So a start finds it as it finds any other, the
+watchdog can roll back to it, and what becomes of the parent's folder does not matter to the new run.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def execute(words: argparse.Namespace) -> int:
 
 
 def create_branch(location: Path | Remote, step: int, plan: Plan) -> None:
-    """Make the run directory of `plan` so that a start goes on from the checkpoint of `step` at `place`.
+    """Make the run directory of `plan` so that a start resumes from the checkpoint of `step` at `place`.
 
     Everything is checked first, without an engine; nothing is left behind where it fails.
 

@@ -98,7 +98,7 @@ def format_interval(plan: Plan) -> Iterator[str]:
 
 
 def _estimate_interval(plan: Plan) -> float | None:
-    """Seconds between saves as `checkpoint.every` has them where a run stands: the first one to come."""
+    """Seconds between saves as `checkpoint.every` has them the state of a run: the first one to come."""
     steps = _read_newest_records(plan.out, "step")
     step_seconds = _compute_median(steps, "step_seconds")
     seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]

@@ -1,4 +1,4 @@
-"""`ds-pretrain checkpoints RUN ...`: what a person may ask about checkpoints, and do to them."""
+"""`ds-pretrain checkpoints RUN ...`: what an operator may ask about checkpoints, and do to them."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -95,7 +95,7 @@ def find_parent_location(run: str) -> Path | Remote:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The checkpoints that are meant: in a folder here, or where the run file ships them to."""
+    """The checkpoints that are meant: in a folder here, or where the run file uploads them to."""
 
     run: Path
     is_shipped: bool
@@ -243,7 +243,7 @@ def _parse_step_name(name: str) -> int | None:
 class _Action:
     act: Callable[[_Asked, list[str]], int]
     num_names: tuple[int, ...]  # how many checkpoints it may be told
-    is_there: bool  # whether it works where checkpoints are shipped to
+    is_there: bool  # whether it works where checkpoints are uploaded to
 
 
 _ACTIONS = {

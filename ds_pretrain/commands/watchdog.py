@@ -1,7 +1,7 @@
-"""`ds-pretrain watchdog CURVE.csv|RUN`: what the watchdog would have said of a run that is over, or goes on.
+"""`ds-pretrain watchdog CURVE.csv|RUN`: the verdicts of the watchdog on a recorded curve.
 
-For tuning thresholds on past runs before one trusts them: nothing is changed, anywhere. Of a run the history
-that counts is judged, and each stretch that was taken back as it happened.
+It helps to tune thresholds on past runs, and changes nothing. For a run, the history that counts is judged, and
+each abandoned interval as it happened.
 """
 
 from collections.abc import Iterator, Sequence

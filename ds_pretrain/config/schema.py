@@ -1,7 +1,7 @@
 """The run file: TOML in, a frozen tree out, with every problem in one report.
 
-The run file owns what an experiment varies (model, data, length, peak rate, batch). The DeepSpeed JSON owns
-precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
+The run file owns what an experiment varies (model, data, length, peak_lr, batch). The DeepSpeed JSON owns precision,
+ clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
 `Plan` (plan.py) computes it.
 """
 
@@ -253,7 +253,7 @@ class WsdSection(Section):
 
     @property
     def decay_start(self) -> int:
-        """The first step of the decay; the stable stretch is derived, never given."""
+        """The first step of the decay; the stable interval is derived, never given."""
         assert isinstance(self.decay, Duration)
         return self.length.steps - self.decay.steps
 
@@ -372,7 +372,7 @@ class RopeSection(Section):
 
 
 class PhaseSection(Section):
-    """A stretch of the run with one sequence length, one mixture and one rotary base."""
+    """A part of the run with one sequence length, one mixture and one rotary base."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "micro_sequences": "micro_batch_size",

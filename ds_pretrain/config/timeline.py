@@ -1,7 +1,7 @@
 """Durations in the units people use, and the timeline that maps steps to phases, tokens and draws.
 
 Durations carry their unit ("2000 steps", "10B tokens", "15 min", "10%"). Phases resolve to segments:
-stretches of steps with one sequence length and one batch; then steps, samples and tokens convert exactly.
+intervals of steps with one sequence length and one batch; then steps, samples and tokens convert exactly.
 
 Token amounts are decimal (10B = 10^10). Batch sizes alone read K and M as 2^10 and 2^20, as the field writes
 them: a "4M" batch is 1,024 sequences of 4,096 tokens.
@@ -106,7 +106,7 @@ def parse_batch_tokens(value: str | int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of steps [first_step, end_step) that read alike."""
+    """An interval of steps [first_step, end_step) that read alike."""
 
     phase: str
     first_step: int

@@ -144,7 +144,7 @@ def run_on_each_rank(
     """Return what `act` returns on each rank, in rank order, however long it takes. Collective.
 
     Each rank works in a thread, and all meet every `poll_seconds`: no timeout of a collective strikes, and
-    no rank that fails leaves the others waiting. With `what`, rank 0 logs every 30 s that it goes on.
+    no rank that fails leaves the others waiting. With `what`, rank 0 logs every 30 s that it continues.
 
     Raises:
         RunError: one error on every rank, with what each rank raised; InputError if all were of that kind.

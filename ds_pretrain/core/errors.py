@@ -6,12 +6,12 @@ An error says what was found, what was expected and what to do. A supervisor rea
 code  meaning
 ====  ==================================================================================
 0     finished: the last step is done and saved
-1     unexpected failure (a crash); restarting is reasonable
-2     bad input; restarting cannot help until a person changes what the message names
-3     the watchdog has nothing left to try; a person has to look, restarting would only repeat it
-4     the run had steps left and made none
-5     checkpoints cannot be saved: several saves in a row have failed
-75    preempted: a complete checkpoint is saved, start the same command again
+1     crashed; restarting is reasonable
+2     bad input; change what the message names before restarting
+3     the watchdog exhausted its recovery policy; operator action required before restarting
+4     no optimizer step was applied although steps were left
+5     several consecutive checkpoint saves failed
+75    preempted: a checkpoint is saved; rerun the same command
 ====  ==================================================================================
 """
 
@@ -26,7 +26,7 @@ EXIT_NO_PROGRESS = 4
 EXIT_CANNOT_SAVE = 5
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
-# What a person reads when a run ends.
+# The last line of a run.
 EXIT_MEANINGS = {
     EXIT_FINISHED: "finished: the last step is done and saved",
     EXIT_FAILED: "crashed; rerun the same command to resume from the newest intact checkpoint",

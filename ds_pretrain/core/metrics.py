@@ -12,7 +12,7 @@ class StepRecord:
 
     `loss` is the mean cross-entropy in nats per valid token; `z_loss` is the weighted auxiliary term, None
     when off; `grad_norm` is before clipping, None when non-finite; `clip_factor` is what clipping multiplied
-    the gradient by (1.0 is "not clipped"), None when the update was dropped or clipping is off.
+    the gradient by (1.0 is "not clipped"), None when the update was skipped or clipping is off.
     """
 
     step: int  # 1 for the first: the number of optimizer steps that the run has attempted

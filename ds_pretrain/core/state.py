@@ -68,7 +68,7 @@ Kind = Literal[
     "lasting_spike",  # it was given `patience` and did not heal
     "drift",  # the loss rises slowly
     "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
-    "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was dropped for it
+    "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was skipped for it
     "frozen_norm",  # the gradient norm is the same number again and again
     "non_finite",  # loss or norm is no number, or negative
     "worse_than_guessing",  # the loss is above that of guessing from any vocabulary in use
@@ -82,7 +82,7 @@ class Verdict:
     action: Action = "ok"
     kind: Kind | None = None  # with "ok": what has just healed
     onset: int | None = None  # the step where it began
-    message: str = ""  # for a person
+    message: str = ""  # for the operator
 
     @property
     def roll_back(self) -> bool:
@@ -154,14 +154,14 @@ class RunState:
 
     step: int = 0  # finished optimizer steps
     ledger: SkipLedger = field(default_factory=SkipLedger)
-    num_skipped_updates: int = 0  # of the finished steps, those whose update was dropped
+    num_skipped_updates: int = 0  # of the finished steps, those whose update was skipped
     num_healthy_steps: int = 0  # steps in a row, up to this one, that the watchdog had nothing against
     watchdog: WatchdogState = field(default_factory=WatchdogState)
     rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def num_updates(self) -> int:
-        """Applied updates: what the learning rate follows. A dropped update moves no schedule."""
+        """Applied updates: what the learning rate follows. A skipped update does not advance the schedule."""
         return self.step - self.num_skipped_updates
 
     def after_step(
@@ -198,7 +198,7 @@ class RunState:
 def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
     """True if a checkpoint's state lies on a branch that a rollback since has left.
 
-    Without `heeds_stop`, not if all that happened since is a stop: a person goes on from where it stood.
+    Without `heeds_stop`, not if all that happened since is a stop: an operator resumes from where it stood.
     """
     later = rollbacks[len(state.rollbacks) :]
     return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

@@ -66,7 +66,7 @@ def format_count_of(amount: int, one: str, several: str | None = None) -> str:
 
 
 def format_plain(value: Any) -> str:
-    """A value of a record as a person reads it, none of it in Python's spelling."""
+    """A value of a record as an operator reads it, none of it in Python's spelling."""
     if isinstance(value, str):
         return value
     if value is None:

@@ -89,14 +89,14 @@ class Chunks:
         return passed, chunk * np.int64(pieces) + (shuffled % pieces).astype(np.int64)
 
     def _windows(self, position: Position, number: Words) -> tuple[Words, Words, Words, Words]:
-        """The window of each draw of a stretch of one length, and its place among the window's pieces.
+        """The window of each draw of a interval of one length, and its place among the window's pieces.
 
         Epoch, first chunk in the order of that epoch, number of chunks, place: [n] each. The first window
-        begins where the stretch does; the end of an epoch ends one.
+        begins where the interval does; the end of an epoch ends one.
         """
         pieces, per_epoch = self.chunk_tokens // position.seq_len, np.uint64(self.num_chunks)
         first_epoch, offset = divmod(position.chunk, self.num_chunks)
-        piece = number + np.uint64(offset * pieces)  # counted from the start of the stretch's first epoch
+        piece = number + np.uint64(offset * pieces)  # counted from the start of the interval's first epoch
         epoch, piece = np.divmod(piece, per_epoch * np.uint64(pieces))
         base = np.where(epoch == 0, np.uint64(offset), np.uint64(0))  # of the epoch's first window
         piece -= base * np.uint64(pieces)

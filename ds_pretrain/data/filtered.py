@@ -45,7 +45,7 @@ class ChosenTokens:
         return self.shape[0] * self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        """A stretch of consecutive tokens. O(log documents + documents in it + tokens in it)."""
+        """An interval of consecutive tokens. O(log documents + documents in it + tokens in it)."""
         start, stop, _ = part.indices(self.shape[0])
         if start >= stop:
             return self.corpus[:0]

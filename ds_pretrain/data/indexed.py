@@ -403,7 +403,7 @@ def partial_folder(prefix: Path) -> Path:
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:
-    """Open for appending at `size`; what a killed writer wrote beyond is dropped."""
+    """Open for appending at `size`; what a killed writer wrote beyond is skipped."""
     if size and path.stat().st_size < size:
         raise InputError(
             f"{path}: {path.stat().st_size} bytes, expected at least {size}; remove {path.parent}"

@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length n
 
 @dataclass(frozen=True)
 class SourceReport:
-    """The rate at which documents end in a source, and warnings about it."""
+    """The learning rate at which documents end in a source, and warnings about it."""
 
     eos_per_million: float | None  # None: nobody said which id ends a document
     warnings: tuple[str, ...]
@@ -117,7 +117,7 @@ def _read_blocks(source: TokenSource, scan_tokens: int) -> Iterator[tuple[int, N
 
 @dataclass(frozen=True)
 class Passage:
-    """One sample, as a person looks at it."""
+    """One sample, as an operator looks at it."""
 
     source: str
     epoch: int

@@ -44,7 +44,7 @@ class Mixture:
         source = np.empty(len(draws), dtype=np.int64)
         block, place = number >> _BITS, (number & _PLACE).view(np.int64)
         quotas = np.asarray(self.quotas, dtype=np.uint64)
-        # Neighbors share a block: one layout for each stretch of them.
+        # Neighbors share a block: one layout for each interval of them.
         edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(draws)]
         for first, end in pairwise(edges):
             if first < end:

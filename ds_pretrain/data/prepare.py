@@ -447,7 +447,7 @@ def _is_complete(prefix: Path, counts: Counts, itemsize: int) -> bool:
 
 
 def _describe_stop(prefix: Path) -> str:
-    """Tell the user how to go on after an interrupted `prepare`."""
+    """Tell the user how to continue after an interrupted `prepare`."""
     state = _read_state(prefix)
     if state is None:
         return f"{prefix}: interrupted before a document was written; the same command starts over"

@@ -77,7 +77,7 @@ class Engine(Protocol):
     def step(self, rate: float, norm_limit: float | None = None) -> Update:
         """Close the window: clip, update at this learning rate, clear the gradients.
 
-        An update whose norm is above the limit is dropped on all ranks, as one that is no number always is.
+        An update whose norm is above the limit is skipped on all ranks, as one that is no number always is.
         """
         ...
 
@@ -280,7 +280,7 @@ class ZeroEngine:
     def save(self, folder: Path, tag: str, capture: Capture | None = None) -> Exception | None:
         """DeepSpeed's own shards. It may not write `latest`: that could name a torn checkpoint after a kill.
 
-        A rank that cannot write goes on to DeepSpeed's last barrier: nobody waits for it forever. So
+        A rank that cannot write continues to DeepSpeed's last barrier: nobody waits for it forever. So
         DeepSpeed may not copy its recovery scripts either, which it does on one rank before that barrier.
         """
         writer = self._engine.checkpoint_engine

@@ -262,7 +262,7 @@ def _copy_into(before: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]
         mine = before.get(key)
         if torch.is_tensor(mine) and value.dim() and _describe_form(mine) == _describe_form(value):
             copies[key] = mine.copy_(value)
-        else:  # also a count of steps: states that shared one would go on sharing it
+        else:  # also a count of steps: states that shared one would continue sharing it
             copies[key] = value.clone()
     return copies
 

@@ -209,7 +209,7 @@ def _build_launcher(environment: Mapping[str, str]) -> list[str]:
 def _put_own_programs_first(environment: Mapping[str, str]) -> dict[str, str]:
     """PATH as in an activated virtual environment, for the tools with which DeepSpeed builds its operators.
 
-    Two versions of ninja in turn, one from here and one of the system, would build them anew each time.
+    Two versions of ninja in turn, one from here and one of the system, would build them again each time.
     """
     own = str(Path(sys.executable).parent)
     folders = environment.get("PATH", os.defpath).split(os.pathsep)

@@ -29,8 +29,8 @@ _PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 def select_variables(environment: Mapping[str, str], current: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for the other hosts, and the names of those held back as secrets.
 
-    A shipped value shows in the process list of every host, so a secret goes only if a person put it into a
-    DeepSpeed environment file. Entries of such files (`DS_ENV_FILE`, by default `.deepspeed_env`, in the home
+    A forwarded value shows in the process list of every host, so a secret is sent only if it is in a DeepSpeed
+    environment file. Entries of such files (`DS_ENV_FILE`, by default `.deepspeed_env`, in the home
     folder and in `current`) win over the environment; comments and blank lines in them are fine.
 
     Raises:
@@ -83,7 +83,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
 
 
 def format_environment_file(uploaded: Mapping[str, str]) -> str:
-    """The text of the file that `deepspeed` must read so that `shipped` arrives unchanged."""
+    """The text of the file that `deepspeed` must read so that `uploaded` arrives unchanged."""
     return "".join(f"{name}={_quote_double(value)}\n" for name, value in sorted(uploaded.items()))
 
 

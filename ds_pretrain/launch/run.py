@@ -74,7 +74,7 @@ def _prepare(command: Command, out: Path) -> dict[str, str]:
     if command.over_ssh:
         path = out.absolute() / "deepspeed_env"
         write_atomic(path, "")
-        path.chmod(0o600)  # before it has content: a person may have put a secret into it
+        path.chmod(0o600)  # before it has content: an operator may have put a secret into it
         with path.open("w", encoding="utf-8") as file:
             file.write(format_environment_file(command.forwarded))
         environment["DS_ENV_FILE"] = str(path)

@@ -53,7 +53,7 @@ def build_model(
 
     Args:
         config_text: the content of a Hugging Face config.json.
-        recompute: keep only layer inputs for the backward pass and compute the rest again.
+        activation_checkpointing: keep only layer inputs for the backward pass and compute the rest again.
         dtype: of the weights; `partition` must make weights of the same dtype.
         partition: the context in which modules are constructed, which may partition their parameters.
         gather: makes given parameters whole inside it and keeps what rank 0 writes.

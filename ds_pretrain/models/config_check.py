@@ -62,7 +62,7 @@ _UNDECLARED = frozenset([
 MASK_KERNELS = ("eager", "sdpa")  # take any mask
 FLASH_KERNELS = ("flash_attention_2",)  # take lengths of documents
 LAYER_KINDS = ("full_attention", "sliding_attention")
-# These compute rotary frequencies anew in each forward, from its length.
+# These compute rotary frequencies again in each forward, from its length.
 FOLLOWS_THE_LENGTH = ("dynamic", "longrope")
 _BYTES = {"bf16": 2, "fp32": 4}
 _MUCH_BYTES = 1 << 30
@@ -294,7 +294,7 @@ def _drop_foreign_tokens(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _find_unknown_keys(given: Mapping[str, Any], kind: Any) -> Iterator[tuple[str, str]]:
-    """Keys that a config class takes without using them: most are misspelt.
+    """Keys that a config class takes without using them: most are misspelled.
 
     Such a key is left as an attribute, which is neither declared, nor read by a method, nor there without it.
     """

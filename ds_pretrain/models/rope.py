@@ -28,7 +28,7 @@ _CONFIG_KEYS = (
 
 
 def restore_rotary(module: nn.Module, device: str | None = None) -> int:
-    """Compute every rotary frequency of `module` anew, in fp32; the number of tables restored.
+    """Compute every rotary frequency of `module` again, in fp32; the number of tables restored.
 
     They stay on their device unless one is named.
 

@@ -223,7 +223,7 @@ def warn_of_rope_change(
 
 
 def _build_changed_table(before: RopeState, rope: RopeSection) -> dict[str, Any]:
-    """The table after the change: another kind replaces the scaling, the same kind goes on with it."""
+    """The table after the change: another kind replaces the scaling, the same kind continues with it."""
     kind = rope.kind or before.kind
     kept = () if kind == before.kind else _SCALING_KEYS
     table = {key: value for key, value in before.table.items() if key not in (*kept, "type")}

@@ -1,1 +1,1 @@
-"""Monitoring: what a person sees of a run. Nothing here can stop training."""
+"""Monitoring: what an operator sees of a run. Nothing here can stop training."""

@@ -1,8 +1,7 @@
-"""The logbook of a run: `incidents.jsonl`, what a person may ask about, and `LOGBOOK.md`, rendered from it.
+"""The logbook of a run: the records in `incidents.jsonl`, and `LOGBOOK.md`, rendered from them.
 
-The file of records is appended to and never rewritten. The page is made anew, whole and atomically, from the
-newest records at each event, so it heals by itself after a write that failed. What comes from the data stands
-in indented blocks, which nothing in them can end.
+The file of records is append-only. The page is rewritten atomically from the newest records at each event, so a
+failed write repairs itself. Text from the data is in indented blocks, which nothing in it can end.
 """
 
 import math
@@ -25,7 +24,7 @@ Record = Mapping[str, Any]
 
 _STARTS = ("start", "resume")
 _ENDS = ("stop", "finish", "needs_operator")
-# What is written down. Steps, validations, checkpoints and shipping are routine: metrics.jsonl has them.
+# What is written down. Steps, validations, checkpoints and uploads are routine: metrics.jsonl has them.
 _NOTEWORTHY = {
     *_STARTS,
     *_ENDS,
@@ -34,7 +33,7 @@ _NOTEWORTHY = {
 }
 _REMEMBERED_STEPS = 2000  # long enough for the onset of a slow drift
 _MOST_POINTS = 200  # of the curve in a record
-_STEPS_BEFORE = 100  # of the onset in a curve, at least: what was usual has to be seen
+_STEPS_BEFORE = 100  # of the onset in a curve, at least: what was normal has to be seen
 _PAUSE_SECONDS = 60.0  # between two pages that tell nothing but small things: they may come with each step
 
 _MOST_RECORDS = 2000  # read for a page
@@ -50,7 +49,7 @@ _WORDS = {
     "finish": "finished",
     "checkpoint": "saves work again",
 }
-# What the records' words mean: a person reads the page, a program incidents.jsonl.
+# What the records' words mean: an operator reads the page, a program incidents.jsonl.
 _PLAIN = {
     "blip": "a high loss of one step",
     "spike": "a spike of the loss",
@@ -122,7 +121,7 @@ class Logbook:
 
     def _remember(self, record: Record) -> None:
         step, loss = record["step"], record["loss"]
-        while self._steps and self._steps[-1][0] >= step:  # gone back: that branch is left
+        while self._steps and self._steps[-1][0] >= step:  # rolled back: that branch is left
             self._steps.pop()
         self._steps.append((step, loss, record.get("tokens")))
 
@@ -236,7 +235,7 @@ def _format_now(newest: Sequence[Record], outcomes: Mapping[int, str]) -> str:
 
 
 def _format_events(oldest_first: Sequence[Record]) -> Iterator[str]:
-    """A line for each, in their order; dropped updates, and verdicts of one kind, in a row are one line."""
+    """A line for each, in their order; skipped updates, and verdicts of one kind, in a row are one line."""
     start: Record | None = None
     has_ended = True  # the start before had a last word
     for _, group in groupby(enumerate(oldest_first), key=_group_key):

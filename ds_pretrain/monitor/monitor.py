@@ -22,7 +22,7 @@ from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.terminal import Terminal
 from ds_pretrain.monitor.wandb import Wandb, WandbRun, make_opener
 
-_WINDOW_STEPS = 50  # long enough to be calm, short enough to follow a batch ramp
+_WINDOW_STEPS = 50  # long enough to be known good, short enough to follow a batch ramp
 
 
 class Sink(Protocol):
@@ -78,7 +78,7 @@ class Monitor:
         self.close()
 
     def step(self, record: StepRecord) -> None:
-        """Take one optimizer step, applied or dropped."""
+        """Take one optimizer step, applied or skipped."""
         if not self._active:
             return
         is_first = not self._recent

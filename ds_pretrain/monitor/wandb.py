@@ -1,8 +1,8 @@
 """Weights & Biases, where it can neither stop, delay nor duplicate a run. The only file that knows `wandb`.
 
 All calls into the client happen on one background thread, behind a bounded queue. When the client fails or
-hangs, one message says so and training goes on; W&B's own service repeats what the network lost, and the next
-start opens the same run again.
+hangs, one message says so and training continues. W&B's own service resends what the network lost, and the
+next start opens the same run again.
 """
 
 import contextlib

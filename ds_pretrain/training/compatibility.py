@@ -189,7 +189,7 @@ def _find_batch_fields_in_use(old: Mapping[str, Any], new: Mapping[str, Any], st
 
 
 def format_with_unit(path: str, value: Any) -> str:
-    """A value of an identity as a person reads it: `200 steps`, not `200`; never a dictionary."""
+    """A value of an identity as an operator reads it: `200 steps`, not `200`; never a dictionary."""
     if value is None:
         return "not there"
     if isinstance(value, Mapping):
@@ -241,7 +241,7 @@ def check_directory(
     `data` describes the content of each source. `known` is what the newest checkpoint remembers: a kill may
     have come between its publication and the note of it in the record, and the record may be lost. `origin`
     is what the checkpoint at `resume_from` remembers that a run without either begins from: of another run
-    all is compared, of this one, which goes on elsewhere or is a copy of its own past, what lies before it.
+    all is compared, of this one, which continues elsewhere or is a copy of its own past, what lies before it.
     """
     try:
         record = read_record(plan.out)
@@ -312,7 +312,7 @@ def claim_run(
 ) -> RunRecord:
     """Count one more start of the run in its directory. On rank 0 only, which holds the lock.
 
-    `known` is what the checkpoint to go on from remembers, None if there is none; `origin` is what another
+    `known` is what the checkpoint to resume from remembers, None if there is none; `origin` is what another
     run's checkpoint remembers that this run begins from, which agrees with it in all but the name.
 
     Raises:

@@ -31,7 +31,7 @@ _OUTCOMES = {"replay": "the replay cured it", "skip": "it was the data that are 
 
 
 class Incidents:
-    """Follows each rollback to its outcome, and tells the monitor."""
+    """Follows each rollback to its outcome, and reports it."""
 
     def __init__(self, plan: Plan, monitor: Monitor, world: World) -> None:
         """Collective."""
@@ -40,8 +40,8 @@ class Incidents:
         self._patience = plan.run.watchdog.patience
         self._recent: deque[tuple[int, RankLosses]] = deque(maxlen=self._patience + 2 * ONSET_REACH)
         self._replay: Replay | None = None  # on rank 0
-        self._concluded: set[int] = set()  # numbers of those whose outcome has been told
-        self._open: dict[int, Rollback] = {}  # what has been gone back for and is not passed yet, by number
+        self._concluded: set[int] = set()  # numbers of those whose outcome has been reported
+        self._open: dict[int, Rollback] = {}  # what has been rolled back for and is not passed yet, by number
         self._said: tuple[Any, ...] = ()
         # The last steps whose norm was no number while the loss was one.
         self._non_finite: deque[int] = deque(maxlen=_FEW_NON_FINITE)
@@ -61,7 +61,7 @@ class Incidents:
         return tuple(event for event in ("rollback", "high_loss_samples") if event not in told)
 
     def _told(self, state: RunState) -> set[tuple[Any, Any]]:
-        """(event, incident) of what has been told of the rollbacks that may be open. On rank 0."""
+        """(event, incident) of what has been reported of the rollbacks that may be open. On rank 0."""
         told: set[tuple[Any, Any]] = set()
         numbers = self._open_ones(state)
         if numbers:
@@ -185,7 +185,7 @@ class Incidents:
     def record_high_loss_samples(
         self, number: int, rollback: Rollback, samples: Sequence[Mapping[str, Any]]
     ) -> None:
-        """The samples that the weights gone back to find strangest."""
+        """The samples that the weights restored give the highest loss."""
         self._monitor.event("high_loss_samples", incident=number, step=rollback.step, samples=list(samples))
 
     def _say(self, record: StepRecord, verdict: Verdict, num_healthy_steps: int) -> None:
@@ -227,7 +227,7 @@ class Incidents:
         return replay
 
     def _close_passed(self, state: RunState) -> None:
-        """Tell the outcome of each rollback whose place has been passed in health."""
+        """Report the outcome of each rollback whose place has been passed in health."""
         for number in [n for n, r in self._open.items() if state.step >= r.step + self._patience]:
             rollback = self._open.pop(number)
             self._conclude(number, state.step, came_back=False)
@@ -237,7 +237,7 @@ class Incidents:
             self._monitor.report("outcome", message, incident=number, step=state.step, outcome="healed")
 
     def _conclude(self, number: int, step: int, came_back: bool) -> None:
-        """Tell what a replay showed, once."""
+        """Report what a replay showed, once."""
         self._concluded.add(number)
         replay = self._replay
         if replay is None or replay.incident != number:

@@ -1,4 +1,4 @@
-"""Everything about a start that can be found without an engine, and what to tell a person about it.
+"""Everything about a start that can be found without an engine, and what to tell an operator about it.
 
 No torch here: `ds-pretrain check` runs this in seconds on a login node, and each start runs it again.
 """
@@ -405,7 +405,7 @@ def _describe_separators(source: TokenSource) -> tuple[str, tuple[str, ...]]:
 
 
 def format_lr_summary(plan: Plan) -> Iterator[str]:
-    """The rate where the schedule changes its nature, and where the ramp's rule changes it; then drawn."""
+    """Format the learning rate at the corners of the schedule and of the batch ramp, then draw it."""
     corners = (
         f"{name} {step:,}: {_compute_lr(plan, step):.3g}" for name, step in plan.schedule.corners().items()
     )
@@ -430,7 +430,7 @@ def _compute_lr(plan: Plan, step: int) -> float:
 
 
 def draw_lr(plan: Plan) -> list[str]:
-    """The rate, a column a stretch of steps; below it the phases and where each begins."""
+    """The learning rate, a column a interval of steps; below it the phases and where each begins."""
     width = min(_PLOT_WIDTH, plan.last_step)
     steps = [column * (plan.last_step - 1) // max(1, width - 1) for column in range(width)]
     phases = ["-"] * width

@@ -63,7 +63,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run as one of its checkpoints knows it: enough to go on where `run.json` was lost."""
+    """A run as one of its checkpoints knows it: enough to continue where `run.json` was lost."""
 
     folder: str
     step: int
@@ -166,7 +166,7 @@ def describe_lost_checkpoints(out: Path, saved_step: int) -> str:
 
 
 def find_lost_checkpoints(out: Path, checkpoints: Path) -> list[str]:
-    """Say why a start would find nothing to go on from on this host; empty if it would find something."""
+    """Say why a start would find nothing to resume from on this host; empty if it would find something."""
     try:
         record = read_record(out)
         there = any(checkpoints.glob("step_*"))  # a start says itself why it set a checkpoint aside
@@ -180,7 +180,7 @@ def find_lost_checkpoints(out: Path, checkpoints: Path) -> list[str]:
 def read_newest_known_run(checkpoints: Path) -> KnownRun | None:
     """Read what the newest readable checkpoint of a folder remembers; None if there is none.
 
-    It reads the small files alone, and passes over what a start would set aside.
+    It reads the small files alone, and skips what a start would renamed.
     """
     try:
         folders = list_published(checkpoints)

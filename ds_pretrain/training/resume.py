@@ -61,7 +61,7 @@ def find_start(
     Collective.
 
     Raises:
-        InputError: the checkpoint does not verify, or the run stands where this start cannot go on.
+        InputError: the checkpoint does not verify, or the run stands where this start cannot continue.
     """
     is_left = partial(rollback_log.is_abandoned, heeds_stop=plan.run.watchdog.mode == "act")
     own, origin = restore.find_latest(storage, world, is_left), None

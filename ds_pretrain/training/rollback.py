@@ -32,8 +32,8 @@ from ds_pretrain.watchdog.detector import is_warm, judge, norm_limit
 from ds_pretrain.watchdog.policy import Response, apply_rollback, respond
 from ds_pretrain.watchdog.rollback_log import ROLLBACKS, write_rollback_log
 
-# The samples with the highest loss under the weights that were gone back to, around the onset of the trouble:
-# the weights at the spike find everything strange, these tell a poisoned sample from its neighbors.
+# The samples with the highest loss under the weights that were restored, around the onset of the trouble:
+# the weights at the spike give every sample a high loss, these tell a poisoned sample from its neighbors.
 NUM_HIGH_LOSS_SAMPLES = 8
 STEPS_BEFORE = 1  # an update is seen in the loss of the step after it
 STEPS_AFTER = 4  # an onset may be told up to five steps too early
@@ -56,10 +56,10 @@ class Watchdog:
         self._plan, self._storage, self._world = plan, storage, world
         self._attempt, self._enter = attempt, enter
         self._monitor, self._incidents = monitor, Incidents(plan, monitor, world)
-        self._unknown = False  # whether what is usual has to be learned anew after a verdict
+        self._unknown = False  # whether what is normal has to be learned again after a verdict
 
     def resume(self, state: RunState, engine: Engine, loader: BatchLoader) -> None:
-        """Begin with the state of a start; tell what a crash kept from being told. Collective."""
+        """Begin with the state of a start; tell what a crash kept from being reported. Collective."""
         lacking = run_on_main(self._world, lambda: self._incidents.list_unreported(state))
         if lacking:
             rollback, ledger = state.rollbacks[-1], state.ledger
@@ -74,7 +74,7 @@ class Watchdog:
         self._incidents.begin(state)
 
     def norm_limit(self, state: RunState) -> float | None:
-        """The gradient norm above which the update after `state` is dropped; None: none is."""
+        """The gradient norm above which the update after `state` is skipped; None: none is."""
         phase = self._plan.timeline.at(state.step).phase
         return norm_limit(self._plan.run.watchdog, state.watchdog, phase)
 
@@ -83,11 +83,11 @@ class Watchdog:
     ) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
-        if verdict.roll_back:  # the memory is blank now, if the run goes on regardless
+        if verdict.roll_back:  # the memory is blank now, if the run continues regardless
             self._unknown = self._plan.run.watchdog.mode == "observe"
         elif is_warm(self._plan.run.watchdog, memory.loss):
             self._unknown = False
-        # One usual loss in a spike may be luck; who does not judge cannot call anything healthy.
+        # One normal loss in a spike may be luck; who does not judge cannot call anything healthy.
         is_judged = self._plan.run.watchdog.mode != "off" and not self._unknown
         healthy = is_judged and verdict.action == "ok" and memory.spike is None
         after = state.after_step(record.update_applied, memory, healthy)
@@ -115,7 +115,7 @@ class Watchdog:
     def roll_back(
         self, state: RunState, verdict: Verdict, engine: Engine, loader: BatchLoader, step: int
     ) -> RunState:
-        """Go back to an older calm checkpoint, in this process; the state to go on from. Collective.
+        """Roll back to an older known-good checkpoint, in this process; the state to resume from. Collective.
 
         What is skipped, and that a rollback was spent, is on disk before the older weights are loaded.
 
@@ -179,7 +179,7 @@ class Watchdog:
             )
 
     def _way_back(self, state: RunState, verdict: Verdict, step: int) -> tuple[Found, Response]:
-        """The checkpoint to go back to, verified and ready to load. Collective."""
+        """The checkpoint to roll back to, verified and ready to load. Collective."""
         known_good = self._saved_steps(state, known_good=True)
         while True:
             response = self._respond(state, verdict, step, known_good)
@@ -193,7 +193,7 @@ class Watchdog:
             known_good = [c for c in known_good if c != response.to_step]
 
     def _saved_steps(self, state: RunState, known_good: bool) -> list[int]:
-        """The steps of the checkpoints that any host has, or that were shipped. Collective."""
+        """The steps of the checkpoints that any host has, or that were uploaded. Collective."""
         root, leads = self._storage.root, self._storage.is_leader(self._world)
         here = run_on_each_rank(
             self._world, lambda: list_saved_steps(root, state.rollbacks, known_good) if leads else []
@@ -221,8 +221,8 @@ class Watchdog:
     def _needs_operator(
         self, state: RunState, verdict: Verdict, response: Response, step: int
     ) -> NeedsOperator:
-        """Write down where the next start goes on, and say all that is known. Collective."""
-        if response.to_step is None:  # none is calm: the newest that is older than the trouble
+        """Write down where the next start continues, and say all that is known. Collective."""
+        if response.to_step is None:  # none is known good: the newest that is older than the trouble
             assert verdict.onset is not None
             older = [at for at in self._saved_steps(state, known_good=False) if at < verdict.onset]
             response = replace(response, to_step=max(older, default=0))
@@ -262,7 +262,7 @@ class Watchdog:
 
 
 def list_saved_steps(root: Path, rollbacks: Sequence[Rollback], known_good: bool) -> list[int]:
-    """The checkpoints of a folder that a run may go back to: none, even pinned, of a branch that it left."""
+    """List the steps in a folder that a run may roll back to; abandoned ones never, even if pinned."""
     folders = [folder for folder in list_published(root) if not known_good or (folder / KNOWN_GOOD).exists()]
     return [parse_step(f.name) or 0 for f in folders if not is_marked_abandoned(f, rollbacks)]
 
@@ -343,7 +343,7 @@ def _compute_mean_losses(rows: NDArray[np.float64], sp_size: int) -> list[float]
 def _describe_samples(
     loader: BatchLoader, ledger: SkipLedger, suspects: Sequence[tuple[float, int, int]]
 ) -> list[dict[str, Any]]:
-    """Suspects with their text. What cannot be shown costs its text, and never the run."""
+    """High-loss samples with their text. What cannot be shown costs its text, and never the run."""
     described: dict[tuple[int, int], dict[str, Any]] = {}
     for step in sorted({step for _, step, _ in suspects}):
         ids, indices = loader.sampler.ids(step - 1, ledger), [p for _, at, p in suspects if at == step]

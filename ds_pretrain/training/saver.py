@@ -1,4 +1,4 @@
-"""When a run saves, what goes into its checkpoints, where they are shipped, and what a failed save means."""
+"""When a run saves, what goes into its checkpoints, where they are uploaded, and what a failed save means."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ PINNED_ROUNDING = {"cuda": 2}
 _MEASURED_SAVES = 3  # intervals, before anything is said of how often to save
 _MOST_MEASURED = 1000  # saves: a run has many, and older ones may be of other hardware
 RETRY_SECONDS = 2.0  # before a save that must not fail is tried again
-PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not shipped yet
+PATIENCE_SECONDS = 900.0  # at the end of a run, for what is not uploaded yet
 STOP_PATIENCE_SECONDS = 10.0  # at a stop: whoever asked for it may not wait long
 _POLL_SECONDS = 2.0  # how long other ranks wait in one collective
 
@@ -75,12 +75,12 @@ class Uploads:
             self._uploader.close()
 
     def revive(self) -> None:
-        """Make sure that something ships what was published on this host."""
+        """Make sure that something uploads what was published on this host."""
         if self._uploader is not None:
             self._uploader.revive()
 
     def finish(self, patience_seconds: float) -> None:
-        """Wait until every checkpoint is shipped, or so long; then say what is not. Collective."""
+        """Wait until every checkpoint is uploaded, or so long; then say what is not. Collective."""
         if not self.is_on:
             return
         deadline = monotonic() + patience_seconds
@@ -100,7 +100,7 @@ class Uploads:
 
 
 class Saver:
-    """Saves checkpoints of one run when they are due, one at a time, while training goes on."""
+    """Saves checkpoints of one run when they are due, one at a time, while training continues."""
 
     def __init__(
         self,
@@ -184,15 +184,16 @@ class Saver:
             sleep(RETRY_SECONDS)
 
     def save_for_operator(self, state: RunState, probe: Callable[[], Probe]) -> None:
-        """Save where a run stands that needs a person, and ship it: the next start goes on from an older one,
-        but what went wrong can be looked at. Collective.
+        """Save and upload the state of a run that stops for its operator, for inspection. Collective.
+
+        The next start resumes from an older checkpoint.
         """
-        with contextlib.suppress(CannotSave):  # told already; why the run ends is more than that
+        with contextlib.suppress(CannotSave):  # logged already; the reason for the stop matters more
             self.save_blocking(state, probe)
         self.finish_uploads(STOP_PATIENCE_SECONDS)
 
     def note_health(self, state: RunState) -> None:
-        """Mark as calm what enough healthy steps came after: only that may be gone back to."""
+        """Mark as known good what enough healthy steps came after: only that may be restored."""
         patience = self._plan.run.watchdog.patience
         if state.num_healthy_steps < patience or not self._not_yet_known_good:
             return
@@ -203,11 +204,11 @@ class Saver:
         for folder in known_good if self._storage.is_leader(self._world) else ():
             if is_marked_abandoned(folder, state.rollbacks):  # pinned, and of before a rollback
                 continue
-            with contextlib.suppress(OSError):  # it was pruned, or set aside
+            with contextlib.suppress(OSError):  # it was pruned, or renamed
                 (folder / KNOWN_GOOD).touch()
 
     def on_rollback(self, state: RunState) -> None:
-        """The run goes on from an older checkpoint: what was saved after it will never be calm."""
+        """The run resumes from an older checkpoint: what was saved after it will never be known good."""
         self._not_yet_known_good = {
             f for f in self._not_yet_known_good if (parse_step(f.name) or 0) <= state.step
         }
@@ -228,14 +229,14 @@ class Saver:
         self._note(self._saves.finish())
 
     def finish_uploads(self, patience_seconds: float) -> None:
-        """Wait so long for what is not shipped yet; then delete here what need not stay. Collective."""
+        """Wait so long for what is not uploaded yet; then delete here what need not stay. Collective."""
         self._uploads.finish(patience_seconds)
         self._note_uploads()
         if self._storage.is_leader(self._world) and self._uploads.is_on:
             self._prune()
 
     def _finish_probed(self, step: int, probe: Callable[[], Probe]) -> None:
-        """Probe while the files are written, then wait for them: training stands still for all of it."""
+        """Probe while the files are written, then wait for them: training is blocked for all of it."""
         began = perf_counter()
         if self._saves.is_under_way:
             found = probe()
@@ -300,7 +301,7 @@ class Saver:
             yield from format_interval_advice(costs, median(intervals))
 
     def _note_uploads(self) -> None:
-        """Record what has been shipped from rank 0's host since the last look."""
+        """Record what has been uploaded from rank 0's host since the last look."""
         if not self._world.is_main or not self._uploads.is_on:
             return
         uploaded = {

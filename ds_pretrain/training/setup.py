@@ -305,7 +305,7 @@ def open_monitor(plan: Plan, record: RunRecord, world: World) -> Monitor:
 
 
 def open_loader(plan: Plan, sources: Mapping[str, TokenSource], world: World) -> BatchLoader:
-    """The feed of this rank, which is that of its neighbors where they share sequences."""
+    """The loader of this rank, which is that of its neighbors where they share sequences."""
     micro = {phase.name: plan.run.micro_batch_size(phase.name) for phase in plan.run.phases}
     sampler = open_sampler(plan, sources)
     readers = world.data_parallel_world(plan.sequence_parallel_size)

@@ -46,7 +46,7 @@ def take_step(
     world: World,
     norm_limit: float | None = None,
 ) -> tuple[Tensor, Update]:
-    """One update on this rank's part of the global batch, dropped if its gradient norm is above the limit.
+    """One update on this rank's part of the global batch, skipped if its gradient norm is above the limit.
 
     This rank's sums of cross-entropy and z-loss, and of the cross-entropy of the first micro-batch: [3].
 

@@ -15,7 +15,7 @@ from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import Verdict, WatchdogState
 from ds_pretrain.watchdog.detector import judge
 
-_EVERY = 1000  # points between two memories kept to go back to, each of some kB
+_EVERY = 1000  # points between two memories kept to roll back to, each of some kB
 _MOST_PROBLEMS = 10
 _OF_THE_LOSS = ("blip", "spike", "lasting_spike")
 _DECISIONS = ("rollback", "needs_operator")
@@ -46,7 +46,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class RolledBack:
-    """A stretch of a run that does not count any more, judged as it happened."""
+    """An interval of a run that does not count any more, judged as it happened."""
 
     decision: Mapping[str, Any]  # the event, without what is long
     num_steps: int
@@ -121,7 +121,7 @@ def parse_point(record: Mapping[str, Any]) -> Point | None:
 
 
 def replay(points: Iterable[Point], settings: WatchdogSection) -> list[Verdict]:
-    """The verdict of each point; after a roll_back the watchdog starts afresh, as the curve goes on."""
+    """The verdict of each point; after a roll_back the watchdog starts afresh, as the curve continues."""
     memory, verdicts = WatchdogState(), []
     for point in points:
         memory, verdict = judge(settings, memory, point, point.has_norm)
@@ -168,7 +168,7 @@ class RecordedCurve:
         self._left: tuple[list[Point], list[Verdict]] = [], []  # the last that ceased to count
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Judge a step record, or note what a decision takes back; other records are passed over."""
+        """Judge a step record, or note what a decision takes back; other records are skipped."""
         if record.get("event") in _DECISIONS:
             self._note(record)
         elif record.get("event") == "step":
@@ -199,12 +199,12 @@ class RecordedCurve:
             self._judge(point)
 
     def _note(self, record: Mapping[str, Any]) -> None:
-        """A rollback, or a stop with what the next start goes on from: what came after that is taken back."""
+        """A rollback, or a stop with what the next start resumes from: what came after that is taken back."""
         step, to_step = record.get("step"), record.get("to_step")
         if not isinstance(step, int) or not isinstance(to_step, int):
             return
         points, verdicts = self.points, self.verdicts
-        if not points or points[-1].step < step:  # a crash kept it from being told at once
+        if not points or points[-1].step < step:  # a crash kept it from being reported at once
             points, verdicts = self._left
         first, end = (bisect_right(points, at, key=_get_step) for at in (to_step, step))
         found = find_incidents(points[first:end], verdicts[first:end])

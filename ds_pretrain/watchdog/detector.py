@@ -1,8 +1,8 @@
-"""Tells a harmless spike from a sick run: one step's record and a memory in, a verdict and a memory out.
+"""Tells a harmless spike from a unhealthy run: one step's record and a memory in, a verdict and a memory out.
 
 A pure state machine: no clock, no I/O, no randomness. Every rank runs it on the same all-rank record and
 comes to the same verdict. A value is judged before it enters the statistics, and enters them only if it was
-found usual. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
+found normal. What each kind means, and where its numbers come from, is in docs/design/watchdog.md.
 """
 
 from dataclasses import replace
@@ -15,14 +15,14 @@ from ds_pretrain.core.state import Action, RunningStats, Streak, Verdict, Watchd
 from ds_pretrain.core.text import format_count_of
 from ds_pretrain.watchdog.stats import accept, compute_score, count_last_above, count_recent
 
-LOSS_FLOOR = 0.002  # least spread of the loss, as a share of it
+LOSS_FLOOR = 0.002  # least sigma of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
-DRIFT_SPREADS = 1.5  # a drift is at least that many spreads, whatever `drift` allows
+DRIFT_SPREADS = 1.5  # a drift is at least that many sigmas, whatever `drift` allows
 HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
-RECOVERY_STEPS = 2  # in a row: a noisy loss has single usual values in the midst of a jump
+RECOVERY_STEPS = 2  # in a row: a noisy loss has single normal values in the midst of a jump
 MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
 GUESSING = log(1_000_000)  # nats: guessing evenly from a million tokens, more than any vocabulary has
-NORM_FLOOR = 0.05  # least spread of the logarithm of the gradient norm: 5 %
+NORM_FLOOR = 0.05  # least sigma of the logarithm of the gradient norm: 5 %
 SMALLEST_NORM = 1e-30  # stands for 0, which has no logarithm
 HIGHEST_LOG = 700.0  # of a limit: e^700 is still a float
 ONSET_SHARE = 1 / 6  # of the threshold: trouble began where values without a gap exceed it
@@ -56,7 +56,7 @@ def judge(
     """Judge one step; the memory to judge the next one with, and the verdict.
 
     `has_norm` is False for a recorded curve that lacks the gradient norm: a missing one is else non-finite.
-    After a "roll_back" the memory is that of a run that has just begun, for whoever goes on regardless.
+    After a "roll_back" the memory is that of a run that has just begun, for whoever continues regardless.
     """
     if settings.mode == "off":
         return memory, OK
@@ -65,7 +65,7 @@ def judge(
     stride = record.step - memory.step
     if record.phase == memory.phase:
         memory = replace(memory, step=record.step, non_finite=None)
-    else:  # level shifts are expected here: what was usual is not any more
+    else:  # level shifts are expected here: what was normal is not any more
         memory = WatchdogState(step=record.step, phase=record.phase)
     memory, guessing = _judge_guessing(settings, memory, record)
     memory, frozen = _judge_same_norm(settings, memory, record.grad_norm if has_norm else None)
@@ -160,7 +160,7 @@ def _judge_spike(
 def _judge_recovery(
     settings: WatchdogSection, memory: WatchdogState, spike: Streak, record: StepLike
 ) -> Judged:
-    """One usual loss in a spike may be luck; two in a row end it."""
+    """One normal loss in a spike may be luck; two in a row end it."""
     memory = replace(memory, loss=accept(memory.loss, record.loss, settings.window))
     if spike.num_normal + 1 < RECOVERY_STEPS:
         return replace(memory, spike=replace(spike, num_normal=spike.num_normal + 1)), OK
@@ -201,14 +201,14 @@ def _judge_return(memory: WatchdogState, record: StepLike, spike: Streak) -> Jud
 
 
 def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
-    """A rise of the mean of recent losses above the lowest level so far, in share and in spreads."""
+    """A rise of the mean of recent losses above the lowest level so far, in share and in sigmas."""
     usual = memory.loss
     is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
     if is_open or not is_warm(settings, usual) or len(usual.recent) < count_recent(settings.window):
         return memory, OK
     slow = _update_slow_level(settings, memory)
     lowest = slow if memory.lowest_level is None else min(slow, memory.lowest_level)
-    # A high stretch that is over, and was accepted in the warm-up, is no rise: the later half counts too.
+    # A high interval that is over, and was accepted in the warm-up, is no rise: the later half counts too.
     level = min(fmean(usual.recent), fmean(usual.recent[len(usual.recent) // 2 :]))
     usual_level = max(lowest, _get_level_before_fall(settings, memory) or 0.0)
     spread = max(usual.mad_sigma, _compute_loss_floor(usual))
@@ -239,9 +239,9 @@ def _update_slow_level(settings: WatchdogSection, memory: WatchdogState) -> floa
 def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> float | None:
     """The gradient norm above which the next update, in `phase`, is skipped; None: no limit.
 
-    It is where `stats.compute_score` is `skip_update_sigmas`. None also while too little is known,
-    and once the norm was high for half of `patience`: then its level has changed and training must go on. The
-    other half is left for a spike of the loss to heal in, which it cannot while the weights stand still.
+    `stats.compute_score` equals `skip_update_sigmas` there. Also None while too little is known, and once the
+    norm was high for half of `patience`: its level has changed then, and training must continue. A spike of the
+    loss needs the other half to heal, which it cannot while all updates are skipped.
     """
     usual, rise = memory.norm, memory.norm_rise
     if settings.skip_update_sigmas is None or settings.mode != "act" or phase != memory.phase:
@@ -312,7 +312,7 @@ def _judge_dropped(
 def _extend_norm_rise(
     settings: WatchdogSection, memory: WatchdogState, stride: int
 ) -> tuple[WatchdogState, Streak]:
-    """One more step with a high norm; after a window of them that is the new level, to be learned anew."""
+    """One more step with a high norm; after a window of them that is the new level, to be learned again."""
     above = settings.norm_sigmas * ONSET_SHARE
     num_before = count_last_above(memory.norm, above, NORM_FLOOR, ONSET_REACH)
     rise = _extend_streak(memory.norm_rise, memory.step, num_before, stride)

@@ -19,7 +19,7 @@ Action = Literal["replay", "skip", "stop"]
 class Response:
     """The response to a verdict, and its reason.
 
-    `to_step` is the checkpoint to go back to; after a "stop" the next start does, if there is one.
+    `to_step` is the checkpoint to roll back to; after a "stop" the next start does, if there is one.
     """
 
     action: Action
@@ -33,18 +33,17 @@ def respond(
     history: Sequence[Rollback],
     verdict: Verdict,
     step: int,
-    recovery_steps: Sequence[int],
+    known_good_steps: Sequence[int],
 ) -> Response:
-    """The next rung for a verdict to roll back at `step`.
+    """Choose the next response to a verdict to roll back at `step`.
 
-    The same place again (an onset within reach of an earlier one) takes the next rung, and a checkpoint older
-    than that of the rung before. A stop is where a person has taken over: the ladder and the budget begin
-    anew after it.
+    The same onset again (within reach of an earlier one) takes the next response, and a checkpoint older than
+    that of the response before. After a stop, the operator has acted: the policy and the budget start afresh.
     """
     assert verdict.onset is not None
     onset = verdict.onset
     history = select_since_stop(history)
-    older = [known_good for known_good in recovery_steps if known_good < onset]
+    older = [known_good for known_good in known_good_steps if known_good < onset]
     newest = max(older, default=None)
     since = find_step_before(timeline, step, section.rollback_window)
     recent = [rollback for rollback in history if rollback.step > since]
@@ -73,7 +72,7 @@ def respond(
 
 
 def select_since_stop(history: Sequence[Rollback]) -> Sequence[Rollback]:
-    """The rollbacks since a person was last asked for."""
+    """The rollbacks since an operator was last asked for."""
     stops = [index for index, rollback in enumerate(history) if rollback.response == "stop"]
     return history[stops[-1] + 1 :] if stops else history
 
@@ -94,7 +93,7 @@ def apply_rollback(
     section: WatchdogSection,
     timeline: Timeline,
 ) -> RunState:
-    """The state to go on from: that of the older checkpoint `base`, with what `state` knows of skips."""
+    """The state to resume from: that of the older checkpoint `base`, with what `state` knows of skips."""
     ledger = state.ledger
     if response.action == "skip":
         ledger = ledger.with_skip(build_skip(ledger, base.step, rollback, section, timeline))

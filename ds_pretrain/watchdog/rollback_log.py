@@ -1,9 +1,9 @@
 """Write-ahead log of rollbacks, persisted before weights are loaded, so a crash resumes the rollback.
 
 `rollbacks.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint with fewer
-rollbacks lies on the branch that was left, if it is newer than what was gone back to; else a run goes on from
+rollbacks lies on the branch that was left, if it is newer than what was restored; else a run resumes from
 it, with the rollbacks and the ledger from here. A stop is written down like a rollback, with the checkpoint
-that the next start goes on from.
+that the next start resumes from.
 """
 
 import json
@@ -24,7 +24,7 @@ class RollbackLog:
 
     rollbacks: tuple[Rollback, ...] = ()
     skips: tuple[Skip, ...] = ()
-    unreported: str | None = None  # why a person is needed, if the run died before its exit code said so
+    unreported: str | None = None  # why an operator is needed, if the run died before its exit code said so
 
     @property
     def ledger(self) -> SkipLedger:
@@ -35,7 +35,7 @@ class RollbackLog:
         return is_abandoned(state, self.rollbacks, heeds_stop)
 
     def apply_to(self, state: RunState) -> RunState:
-        """The state to go on from where a checkpoint has this one."""
+        """The state to resume from where a checkpoint has this one."""
         if len(state.rollbacks) >= len(self.rollbacks):
             return state  # it knows of them
         return replace(state, ledger=self.ledger, rollbacks=self.rollbacks)
@@ -60,7 +60,7 @@ def read_rollback_log(out: Path) -> RollbackLog:
 
 
 def write_rollback_log(out: Path, state: RunState, unreported: str | None = None) -> None:
-    """Make a rollback or a stop count, all or nothing: `state` is the one that the run goes on from.
+    """Make a rollback or a stop count, all or nothing: `state` is the one that the run resumes from.
 
     With `unreported`, the diagnosis of a stop, the next start ends with it unless `mark_reported` came first.
     """
@@ -71,7 +71,7 @@ def write_rollback_log(out: Path, state: RunState, unreported: str | None = None
 
 
 def mark_reported(out: Path) -> None:
-    """A person has been asked for, by the exit code: the next start goes on."""
+    """An operator has been asked for, by the exit code: the next start continues."""
     rollback_log = read_rollback_log(out)
     if rollback_log.unreported is not None:
         write_rollback_log(out, RunState(ledger=rollback_log.ledger, rollbacks=rollback_log.rollbacks))

@@ -1,7 +1,7 @@
 """Rolling median and MAD statistics of a series; rejected values do not update them.
 
 The centre is the median of the last few accepted values, which follows a falling loss; how far values lie
-from that centre, one step ahead, is a series of its own, with a median (the lag behind a trend) and a spread
+from that centre, one step ahead, is a series of its own, with a median (the lag behind a trend) and a sigma
 (1.4826 MAD, the standard deviation of a normal distribution: Rousseeuw & Croux, 1993). A tenth of all values
 may be wild without moving either much.
 """
