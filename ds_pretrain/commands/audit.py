@@ -77,7 +77,7 @@ def _refuse_contradictions(words: Any) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """Draws that a interval of steps read."""
+    """Draws that an interval of steps read."""
 
     phase: str
     first_step: int

@@ -1,7 +1,7 @@
 """`ds-pretrain watchdog CURVE.csv|RUN`: the verdicts of the watchdog on a recorded curve.
 
-It helps to tune thresholds on past runs, and changes nothing. For a run, the history that counts is judged, and
-each abandoned interval as it happened.
+It helps to tune thresholds on past runs, and changes nothing. For a run, the history that counts is judged,
+and each abandoned interval as it happened.
 """
 
 from collections.abc import Iterator, Sequence

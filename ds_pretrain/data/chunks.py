@@ -89,7 +89,7 @@ class Chunks:
         return passed, chunk * np.int64(pieces) + (shuffled % pieces).astype(np.int64)
 
     def _windows(self, position: Position, number: Words) -> tuple[Words, Words, Words, Words]:
-        """The window of each draw of a interval of one length, and its place among the window's pieces.
+        """The window of each draw of an interval of one length, and its place among the window's pieces.
 
         Epoch, first chunk in the order of that epoch, number of chunks, place: [n] each. The first window
         begins where the interval does; the end of an epoch ends one.

@@ -29,8 +29,8 @@ _PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 def select_variables(environment: Mapping[str, str], current: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for the other hosts, and the names of those held back as secrets.
 
-    A forwarded value shows in the process list of every host, so a secret is sent only if it is in a DeepSpeed
-    environment file. Entries of such files (`DS_ENV_FILE`, by default `.deepspeed_env`, in the home
+    A forwarded value shows in the process list of every host, so a secret is sent only if it is in a
+    DeepSpeed environment file. Entries of such files (`DS_ENV_FILE`, by default `.deepspeed_env`, in the home
     folder and in `current`) win over the environment; comments and blank lines in them are fine.
 
     Raises:

@@ -1,7 +1,7 @@
 """The logbook of a run: the records in `incidents.jsonl`, and `LOGBOOK.md`, rendered from them.
 
-The file of records is append-only. The page is rewritten atomically from the newest records at each event, so a
-failed write repairs itself. Text from the data is in indented blocks, which nothing in it can end.
+The file of records is append-only. The page is rewritten atomically from the newest records at each event, so
+a failed write repairs itself. Text from the data is in indented blocks, which nothing in it can end.
 """
 
 import math

@@ -430,7 +430,7 @@ def _compute_lr(plan: Plan, step: int) -> float:
 
 
 def draw_lr(plan: Plan) -> list[str]:
-    """The learning rate, a column a interval of steps; below it the phases and where each begins."""
+    """The learning rate, a column an interval of steps; below it the phases and where each begins."""
     width = min(_PLOT_WIDTH, plan.last_step)
     steps = [column * (plan.last_step - 1) // max(1, width - 1) for column in range(width)]
     phases = ["-"] * width

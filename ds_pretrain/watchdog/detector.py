@@ -240,8 +240,8 @@ def norm_limit(settings: WatchdogSection, memory: WatchdogState, phase: str) -> 
     """The gradient norm above which the next update, in `phase`, is skipped; None: no limit.
 
     `stats.compute_score` equals `skip_update_sigmas` there. Also None while too little is known, and once the
-    norm was high for half of `patience`: its level has changed then, and training must continue. A spike of the
-    loss needs the other half to heal, which it cannot while all updates are skipped.
+    norm was high for half of `patience`: its level has changed then, and training must continue. A spike
+    of the loss needs the other half to heal, which it cannot while all updates are skipped.
     """
     usual, rise = memory.norm, memory.norm_rise
     if settings.skip_update_sigmas is None or settings.mode != "act" or phase != memory.phase:
