@@ -99,7 +99,7 @@ class Uploader:
             return None
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is unshipped, for so long at most; True if so."""
+        """Wait until everything is uploaded, or for the given time; True if it is."""
         deadline = time.monotonic() + seconds
         if self.list_not_uploaded():
             self.revive()

@@ -98,7 +98,7 @@ class _Asked:
     """The checkpoints that are meant: in a folder here, or where the run file uploads them to."""
 
     run: Path
-    is_shipped: bool
+    is_remote: bool
 
     @cached_property
     def root(self) -> Path:
@@ -106,7 +106,7 @@ class _Asked:
 
     @cached_property
     def location(self) -> Remote:
-        if not self.is_shipped:
+        if not self.is_remote:
             return open_folder_as_remote(self.root)
         location = load_plan(self.run).upload_to
         if location is None:
@@ -117,7 +117,7 @@ class _Asked:
 
     def steps(self) -> list[int]:
         """The newest first. A folder here may be broken in that it has no manifest."""
-        if self.is_shipped:
+        if self.is_remote:
             return self.location.list_steps()
         return [step for folder in list_published(self.root) if (step := parse_step(folder.name)) is not None]
 
@@ -138,13 +138,13 @@ class _Asked:
     @property
     def there(self) -> str:
         """The remote, for messages; empty for this host."""
-        return f" at {self.location.location}" if self.is_shipped else ""
+        return f" at {self.location.location}" if self.is_remote else ""
 
 
 def _list_checkpoints(asked: _Asked, names: list[str]) -> int:
     from ds_pretrain.checkpoint.inventory import format_inventory, format_table, list_remote_entries
 
-    if asked.is_shipped:
+    if asked.is_remote:
         lines = list(format_table(list(list_remote_entries(asked.location)), datetime.now(UTC)))
     else:
         lines = [*_format_lineage(asked.root.parent), *format_inventory(asked.root)]
@@ -183,7 +183,7 @@ def _verify(asked: _Asked, names: list[str]) -> int:
         folder = step_name(step)
         reason = (
             find_remote_problem(asked.location, step)
-            if asked.is_shipped
+            if asked.is_remote
             else verify_folder(asked.root / folder)
         )
         all_intact &= reason is None

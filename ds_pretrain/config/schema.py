@@ -1,7 +1,7 @@
 """The run file: TOML in, a frozen tree out, with every problem in one report.
 
 The run file owns what an experiment varies (model, data, length, peak_lr, batch). The DeepSpeed JSON owns
-precision,  clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
+precision, clipping, ZeRO and the optimizer. Nothing here imports torch, and nothing derived is stored:
 `Plan` (plan.py) computes it.
 """
 
