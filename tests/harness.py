@@ -416,9 +416,9 @@ def _kill(patch: pytest.MonkeyPatch, world: World, kill: Kill | None, kill_after
         timer.start()
     elif kill.point in OWN_POINTS:
         owner, name, act = {
-            "leave": (restore_module, "leave", _leave_one),
+            "leave": (restore_module, "discard_after", _leave_one),
             "load": (restore_module, "restore", die),
-            "person": (Saver, "save_for_person", die),
+            "person": (Saver, "save_for_operator", die),
         }[kill.point]
         patch.setattr(owner, name, act)
     else:

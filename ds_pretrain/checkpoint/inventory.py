@@ -63,7 +63,9 @@ def list_remote_entries(remote: Remote) -> Iterator[Entry]:
     for step in remote.list_steps():
         seen = _look_there(remote, step)
         is_known_good, is_pinned = (remote.get_size(step, mark) is not None for mark in (KNOWN_GOOD, PINNED))
-        yield Entry(Path(step_name(step)), step, seen.manifest, seen.reason, is_known_good, is_pinned, True, None)
+        yield Entry(
+            Path(step_name(step)), step, seen.manifest, seen.reason, is_known_good, is_pinned, True, None
+        )
 
 
 def find_remote_problem(remote: Remote, step: int) -> str | None:

@@ -16,7 +16,7 @@ from ds_pretrain.core.distributed import World, gather_objects
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.core.state import SkipLedger
 from ds_pretrain.engine.sequence_parallel import SequenceParallel
-from ds_pretrain.training import setup as setup_module
+from ds_pretrain.training import setup as run_setup
 from ds_pretrain.training.preflight import prepare_inputs
 from ds_pretrain.training.rollback import find_high_loss_samples
 from ds_pretrain.training.setup import open_loader, open_run_engine
@@ -111,7 +111,7 @@ def _refusal(world: World, run_file: str, overrides: tuple[str, ...], is_spread:
     """Return the error with which the engine refuses to open."""
     patch = pytest.MonkeyPatch()
     if not is_spread:
-        patch.setattr(setup_module, "replace_kernel", lambda module, change: None)
+        patch.setattr(run_setup, "replace_kernel", lambda module, change: None)
     with pytest.raises(InputError) as refused:
         open_run_engine(load_plan(run_file, overrides), world)
     patch.undo()

@@ -20,7 +20,7 @@ from ds_pretrain.checkpoint import universal
 from ds_pretrain.checkpoint.rng import derive_streams
 from ds_pretrain.config.plan import load_plan
 from ds_pretrain.core.distributed import World
-from ds_pretrain.training import setup as setup_module
+from ds_pretrain.training import setup as run_setup
 from tests.harness import (
     Fault,
     Record,
@@ -279,7 +279,7 @@ def _start_from(world: World, run_file: str, folder: str, accept_missing: tuple[
     plan = load_plan(run_file)
     with heard() as told:
         found = universal.open_foreign(Path(folder), accept_missing, world)
-        engine: Any = setup_module.open_run_engine(plan, world)
+        engine: Any = run_setup.open_run_engine(plan, world)
         state = universal.load(found, engine, plan.run.seed, world)
     return state, snapshot(engine._engine, world), told
 

@@ -35,7 +35,7 @@ A_ROLLBACK_EACH = {
     "Rollback": 1,
     "RunState": 1,
     "WatchdogState": 1,
-    "Usual": 2,
+    "RunningStats": 2,
 }
 
 

@@ -24,7 +24,7 @@ from ds_pretrain.core.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.run_files import RankRecord, StopSignal, read_exit, read_ranks
 from ds_pretrain.data.loader import BatchLoader
 from ds_pretrain.training import saver as saver_module
-from ds_pretrain.training import setup as setup_module
+from ds_pretrain.training import setup as run_setup
 from tests.harness import Record, at_write_points, start
 from tests.ranks import run_ranks
 from tests.runs.chaos import look
@@ -48,12 +48,12 @@ class Term:
 
 BY_CALL: dict[str, tuple[Any, str]] = {
     "start": (StopSignal, "__enter__"),  # a moment after it: before, a signal ends the process, as it should
-    "model build": (setup_module, "build_model"),
+    "model build": (run_setup, "build_model"),
     "restore": (restore_module, "restore"),
     "step": (train_module, "take_step"),
     "validation": (train_module, "evaluate"),
     "snapshot": (snapshot.Snapshot, "settle"),
-    "memory check": (saver_module, "fits_in_memory"),
+    "memory check": (saver_module, "check_memory"),
     "data wait": (BatchLoader, "at"),
 }
 BY_WRITE_POINT = {

@@ -178,7 +178,7 @@ def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
     [ended] = run_ranks(record_run, 1, str(run_file), faults=[bad_end])
     assert ended.code == 0
     [warning] = _events(tmp_path / "out", "warning")
-    assert "the run ends in a spike that began at step 39" in warning["message"]
+    assert "the run ends in an unhealed spike that began at step 39" in warning["message"]
     assert "newest known-good checkpoint: step 3" in warning["message"]
     assert warning["message"] in ended.stderr
 
