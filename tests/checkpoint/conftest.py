@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.places import BUCKET, s3_server, use_s3
+from tests.checkpoint.remotes import BUCKET, s3_server, use_s3
 
 
 @pytest.fixture(scope="module")

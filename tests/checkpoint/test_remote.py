@@ -12,7 +12,7 @@ from ds_pretrain.checkpoint import remote as module
 from ds_pretrain.checkpoint.manifest import FileEntry
 from ds_pretrain.checkpoint.remote import Remote, hide_secrets, open_remote
 from ds_pretrain.core.errors import InputError
-from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
+from tests.checkpoint.remotes import BUCKET, SECRET, BreakingWay, use_s3
 
 
 def _summed(content: bytes) -> FileEntry:

@@ -31,7 +31,7 @@ from ds_pretrain.checkpoint.upload import (
 )
 from ds_pretrain.config.timeline import Multiples
 from ds_pretrain.core.errors import InputError
-from tests.checkpoint.places import BUCKET, SECRET, BreakingWay, use_s3
+from tests.checkpoint.remotes import BUCKET, SECRET, BreakingWay, use_s3
 from tests.checkpoint.test_manifest import MANIFEST
 from tests.ranks import heard
 

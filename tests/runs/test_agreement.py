@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import Fault, Record, record_run
 from tests.ranks import run_ranks
-from tests.runs.sick import make_sick_run
+from tests.runs.unhealthy import make_unhealthy_run
 from tests.tiers import slow
 
 WATCHDOG = """
@@ -23,7 +23,7 @@ LABELS = Fault("labels", 13 * SEQUENCES, 16 * SEQUENCES, rank=0)  # what steps 1
 
 def _run(folder: Path, num_ranks: int, trouble: Fault) -> list[Record]:
     batch = {"batch_tokens": 16 * SEQUENCES, "micro_batch_size": SEQUENCES // num_ranks}
-    run_file = make_sick_run(folder, WATCHDOG, steps=24, save_every="3 steps", **batch)
+    run_file = make_unhealthy_run(folder, WATCHDOG, steps=24, save_every="3 steps", **batch)
     ranks: list[Record] = run_ranks(record_run, num_ranks, str(run_file), faults=[trouble])
     return ranks
 

@@ -10,7 +10,7 @@ from ds_pretrain.core.jsonl import read_metrics
 from tests.harness import Fault, record_run
 from tests.ranks import run_ranks
 from tests.runs.conftest import Trained
-from tests.runs.sick import BATCH, make_sick_run
+from tests.runs.unhealthy import BATCH, make_unhealthy_run
 
 
 def _audit(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -54,7 +54,7 @@ def test_p55_what_a_healed_run_never_trained_is_exactly_what_its_ranks_never_rea
 def test_an_update_that_was_dropped_is_counted_as_read_and_not_learned_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_file = make_sick_run(tmp_path, steps=8)
+    run_file = make_unhealthy_run(tmp_path, steps=8)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("gradient", 5, rank=1)])
     assert [ended.code for ended in ranks] == [0, 0]
     code, said = _audit(capsys, run_file)

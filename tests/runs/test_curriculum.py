@@ -17,7 +17,7 @@ from tests.models.rope_reference import check_rope
 from tests.ranks import KILLED, run_ranks
 from tests.runs.curriculum import ANNEAL, LAST, LONG, RAMP, make_curriculum
 from tests.runs.results import resumed_at, trace, validations
-from tests.runs.sick import POISON, WATCHDOG, make_sick_run
+from tests.runs.unhealthy import POISON, WATCHDOG, make_unhealthy_run
 from tests.tiers import slow
 
 # Killed within each segment, where the start after it goes on from what was last saved before; and stopped on
@@ -136,7 +136,7 @@ def test_a_skip_at_the_end_of_a_phase_stays_in_it_and_the_next_one_begins_behind
     second = (
         '[[phases]]\nname = "long"\nstart = "24 steps"\nseq_len = 32\nmixture = { text = 0.7, code = 0.3 }\n'
     )
-    run_file = make_sick_run(tmp_path, WATCHDOG + second, micro_batch_size=2)
+    run_file = make_unhealthy_run(tmp_path, WATCHDOG + second, micro_batch_size=2)
     # What is poisoned is what the last four steps of the first phase read.
     ranks = run_ranks(record_run, 2, str(run_file), faults=[POISON])
     assert [rank.code for rank in ranks] == [0, 0]

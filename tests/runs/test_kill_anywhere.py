@@ -17,7 +17,7 @@ from tests.harness import Kill, record_run, restore_and_save, start
 from tests.ranks import KILLED, run_ranks
 from tests.runs.chaos import SHIPPING_MODULES, Left, look, lost, write_points
 from tests.runs.results import trace, validations
-from tests.runs.sick import CURE_POINTS
+from tests.runs.unhealthy import CURE_POINTS
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 

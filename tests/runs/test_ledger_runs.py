@@ -23,7 +23,7 @@ from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import Fault, Kill, record_run, start
 from tests.ranks import KILLED, run_ranks
 from tests.runs.results import counted, trace, validations
-from tests.runs.sick import BATCH, make_sick_run
+from tests.runs.unhealthy import BATCH, make_unhealthy_run
 
 STEPS = 28
 WATCHDOG = """
@@ -37,7 +37,7 @@ skip_after = "{after} steps"
 
 
 def _make(folder: Path, before: int = 1, after: int = 4, **more: Any) -> Path:
-    return make_sick_run(folder, WATCHDOG.format(before=before, after=after), **{"steps": STEPS, **more})
+    return make_unhealthy_run(folder, WATCHDOG.format(before=before, after=after), **{"steps": STEPS, **more})
 
 
 def _poison(first_step: int, last_step: int) -> Fault:

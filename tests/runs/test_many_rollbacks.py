@@ -15,7 +15,7 @@ from ds_pretrain.watchdog.replay import Replay
 from tests.harness import Fault, record_run
 from tests.ranks import run_ranks
 from tests.runs.results import trace
-from tests.runs.sick import make_sick_run
+from tests.runs.unhealthy import make_unhealthy_run
 from tests.scenario import LLAMA
 
 STEPS = [12 + 6 * i for i in range(10)]  # far enough apart that each is a place of its own
@@ -81,8 +81,8 @@ def test_ten_rollbacks_in_a_row_leak_nothing_and_the_run_ends_as_if_there_had_be
         "micro_batch_size": 2,
         "model": model,
     }
-    clean_file = make_sick_run(tmp_path / "clean", WATCHDOG, **more)
-    sick_file = make_sick_run(tmp_path / "sick", WATCHDOG, **more)
+    clean_file = make_unhealthy_run(tmp_path / "clean", WATCHDOG, **more)
+    sick_file = make_unhealthy_run(tmp_path / "sick", WATCHDOG, **more)
     clean = run_ranks(record_run, 2, str(clean_file), OVERRIDES)
     passing = [Fault("rate", step, step + 1) for step in STEPS]
     options: dict[str, Any] = {"faults": passing, "at_rollback": usage_and_held}

@@ -19,7 +19,7 @@ from ds_pretrain.training import saver as saver_module
 from tests.checkpoint.test_manifest import MANIFEST
 from tests.harness import Fault, Record, Stop, disk_is_full, record_run, start
 from tests.ranks import run_ranks
-from tests.runs.sick import make_sick_run
+from tests.runs.unhealthy import make_unhealthy_run
 from tests.scenario import LLAMA, make_run
 
 
@@ -116,14 +116,14 @@ def test_proving_more_steps_than_a_schedule_has_is_refused(
 
 
 def test_a_rollback_that_cannot_be_written_down_is_not_made(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("full_disk")])
     assert [ended.code for ended in ranks] == [EXIT_CANNOT_SAVE] * 2
     assert "cannot be written: [Errno 28]" in ranks[0].stderr
 
 
 def test_a_checkpoint_that_cannot_be_gone_back_to_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("lost")])
     assert [ended.code for ended in ranks] == [0, 0]
     assert "cannot be restored: a file of it is gone" in ranks[0].stderr

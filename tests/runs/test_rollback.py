@@ -17,7 +17,7 @@ from tests.harness import Fault, Kill, record_run
 from tests.ranks import KILLED, run_ranks
 from tests.runs.conftest import Trained
 from tests.runs.results import trace
-from tests.runs.sick import BATCH, CURE_POINTS, POISON, make_sick_run
+from tests.runs.unhealthy import BATCH, CURE_POINTS, POISON, make_unhealthy_run
 from tests.tiers import slow
 
 ABSURD = Fault("rate", 22, 1_000, value=30.0, again=True)  # from step 22 on
@@ -78,7 +78,9 @@ def _samples_of(run_file: Path, fault: Fault) -> set[tuple[str, int, int]]:
 
 @pytest.mark.slow
 def test_ruined_moments_are_cured_by_going_back_without_skipping(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path, micro_batch_size=2)  # in one micro-batch its norms overflow for good
+    run_file = make_unhealthy_run(
+        tmp_path, micro_batch_size=2
+    )  # in one micro-batch its norms overflow for good
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("state", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     assert [r["response"] for r in _events(tmp_path / "out", "rollback")] == ["replay"]
@@ -89,7 +91,7 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
     healthy_run: Trained, tmp_path: Path
 ) -> None:
     clean, clean_file = healthy_run
-    sick = run_ranks(record_run, 2, str(make_sick_run(tmp_path)), faults=[Fault("rate", 22)])
+    sick = run_ranks(record_run, 2, str(make_unhealthy_run(tmp_path)), faults=[Fault("rate", 22)])
     out = tmp_path / "out"
     assert [r["response"] for r in _events(out, "rollback")] == ["replay"]
     assert [rank.digest for rank in sick] == [rank.digest for rank in clean]
@@ -103,7 +105,7 @@ def test_a_fault_that_passes_leaves_the_run_bitwise_as_if_it_had_never_been(
 
 
 def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     [compared] = _events(tmp_path / "out", "replay_compared")
@@ -116,7 +118,7 @@ def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
 
 
 def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[ABSURD])
     assert [rank.code for rank in ranks] == [EXIT_NEEDS_OPERATOR] * 2
     said = ranks[0].stderr
@@ -140,7 +142,7 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
 
 @pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     stops = (str(run_file), ("watchdog.policy=[]",))
     killed: dict[str, Any] = {"kill": Kill(None, "person"), "allow_kill": True}
     assert run_ranks(record_run, 2, *stops, faults=[ABSURD], **killed) == [KILLED] * 2
@@ -157,7 +159,7 @@ def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(t
 
 
 def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wrong(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     for overrides, code, words in (
         (
             (),
@@ -173,7 +175,7 @@ def test_a_disk_that_takes_no_rollback_ends_the_run_with_the_code_of_what_is_wro
 
 @pytest.mark.slow
 def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     bad_end = Fault("labels", 38 * BATCH, 40 * BATCH)
     [ended] = run_ranks(record_run, 1, str(run_file), faults=[bad_end])
     assert ended.code == 0
@@ -186,7 +188,7 @@ def test_a_run_that_ends_in_a_spike_says_so(tmp_path: Path) -> None:
 def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_nothing_else_happens(
     tmp_path: Path,
 ) -> None:
-    run_file = make_sick_run(tmp_path)
+    run_file = make_unhealthy_run(tmp_path)
     ranks = run_ranks(record_run, 2, str(run_file), faults=[Fault("gradient", 22, rank=1)])
     assert [rank.code for rank in ranks] == [0, 0]
     assert _events(tmp_path / "out", "rollback") == []
@@ -199,7 +201,7 @@ def test_p26_a_gradient_that_is_no_number_on_one_rank_is_dropped_on_all_and_noth
 
 
 def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_path: Path) -> None:
-    run_file = make_sick_run(tmp_path, steps=12)
+    run_file = make_unhealthy_run(tmp_path, steps=12)
     [ended] = run_ranks(record_run, 1, str(run_file), faults=[Fault("gradient", 5, 9)])
     assert ended.code == 0
     assert len(_events(tmp_path / "out", "skipped_update")) == 4
@@ -211,12 +213,12 @@ def test_p28_norms_that_are_not_finite_again_and_again_name_what_overlaps(tmp_pa
 
 @pytest.mark.slow
 def test_the_budget_of_rollbacks_and_observing(tmp_path: Path) -> None:
-    spent = make_sick_run(tmp_path / "spent")
+    spent = make_unhealthy_run(tmp_path / "spent")
     ranks = run_ranks(record_run, 2, str(spent), ("watchdog.max_rollbacks=1",), faults=[POISON])
     assert [rank.code for rank in ranks] == [EXIT_NEEDS_OPERATOR] * 2
     assert "1 rollback in 5000 steps is all that is allowed" in ranks[0].stderr
 
-    observed = make_sick_run(tmp_path / "observed")
+    observed = make_unhealthy_run(tmp_path / "observed")
     ranks = run_ranks(record_run, 2, str(observed), ('watchdog.mode="observe"',), faults=[POISON])
     assert [rank.code for rank in ranks] == [0, 0]
     out = tmp_path / "observed" / "out"
@@ -235,7 +237,7 @@ def test_kills_in_the_cure_are_survived_and_nothing_is_skipped_twice(
 ) -> None:
     """Before the replay is written down, after it, and as the skip begins to load: bitwise all the same."""
     whole, whole_file = healed_run
-    cut_file = make_sick_run(tmp_path)
+    cut_file = make_unhealthy_run(tmp_path)
     for kill_at in kills:
         ended = run_ranks(
             record_run, 2, str(cut_file), faults=[POISON], kill=Kill(None, kill_at), allow_kill=True

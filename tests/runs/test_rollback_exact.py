@@ -10,7 +10,7 @@ from ds_pretrain.watchdog.rollback_log import read_rollback_log
 from tests.harness import Fault, Record, record_run
 from tests.ranks import run_ranks
 from tests.runs.results import trace, validations
-from tests.runs.sick import BATCH, make_sick_run
+from tests.runs.unhealthy import BATCH, make_unhealthy_run
 from tests.scenario import LLAMA
 
 POISON = Fault("labels", 15 * BATCH, 18 * BATCH)  # what steps 16 to 18 read
@@ -22,7 +22,7 @@ DROPOUT: dict[str, Any] = {
 
 def _fresh(sick_file: Path, folder: Path, to_step: int, **more: Any) -> Path:
     """A run of its own that has nothing but that checkpoint and that ledger."""
-    run_file = make_sick_run(folder, **more)
+    run_file = make_unhealthy_run(folder, **more)
     name = f"step_{to_step:09d}"
     shutil.copytree(sick_file.parent / "out/checkpoints" / name, folder / "out/checkpoints" / name)
     shutil.copy(sick_file.parent / "out/rollbacks.json", folder / "out/rollbacks.json")
@@ -37,7 +37,7 @@ def _after(ended: Record, to_step: int) -> list[tuple[int, Any]]:
 
 def _skipped_run(folder: Path, **more: Any) -> tuple[Path, list[Record], int]:
     """A run that met bad data, replayed and skipped it, and ended; and the step that it skipped from."""
-    run_file = make_sick_run(folder, **more)
+    run_file = make_unhealthy_run(folder, **more)
     ranks: list[Record] = run_ranks(record_run, 2, str(run_file), faults=[POISON])
     assert [r.code for r in ranks] == [0, 0], ranks[0].stderr
     replay, skip = read_rollback_log(folder / "out").rollbacks

@@ -1,6 +1,6 @@
 """Sequences that two ranks share (`sequence_parallel_size`): what they compute, and the memory a rank needs.
 
-    python benchmarks/shared_sequences.py
+    python benchmarks/sequence_parallel.py
 
 Exactness: three steps of a small Llama with QK-norm, grouped key-value heads and z-loss, fp32, under each
 ZeRO stage, against plain torch on the whole sequences in one process. The largest relative error of a loss,
@@ -79,7 +79,7 @@ def compare_with_torch(folder: Path) -> bool:
         found = on_two_ranks(folder, run_file, "errors", 2, stage)
         print(f"{name:<10} {'':<26} " + "  ".join(f"{error:.1e}" for error in found), flush=True)
         errors += found
-    return judge("shared_sequences error in millionths", max(errors) * 1e6, ERROR_BAR, "at_most")
+    return judge("sequence_parallel error in millionths", max(errors) * 1e6, ERROR_BAR, "at_most")
 
 
 def compare_memory(folder: Path) -> bool:
@@ -98,7 +98,7 @@ def compare_memory(folder: Path) -> bool:
             f"sequences of {LONG:,} tokens",
             flush=True,
         )
-    return judge("shared_sequences memory", peaks[2] / peaks[1], MEMORY_BAR, "at_most")
+    return judge("sequence_parallel memory", peaks[2] / peaks[1], MEMORY_BAR, "at_most")
 
 
 def on_two_ranks(folder: Path, run_file: Path, what: str, shared: int, stage: int) -> list[float]:

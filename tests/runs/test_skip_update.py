@@ -10,7 +10,7 @@ from ds_pretrain.core.jsonl import read_metrics
 from tests.harness import Fault, record_run
 from tests.ranks import KILLED, run_ranks
 from tests.runs.results import trace
-from tests.runs.sick import WATCHDOG, make_sick_run
+from tests.runs.unhealthy import WATCHDOG, make_unhealthy_run
 from tests.tiers import slow
 
 DROPPING = WATCHDOG + "skip_update_sigmas = 40\n"
@@ -34,10 +34,10 @@ def test_a_wild_update_is_dropped_as_if_it_were_no_number_also_across_a_kill(
 ) -> None:
     ends = {}
     for name, factor in (("wild", WILD), ("nan", math.nan)):
-        run_file = make_sick_run(tmp_path / name, DROPPING)
+        run_file = make_unhealthy_run(tmp_path / name, DROPPING)
         ends[name] = run_ranks(record_run, 2, str(run_file), faults=_wild(factor))
     if killed:
-        run_file = make_sick_run(tmp_path / "cut", DROPPING)
+        run_file = make_unhealthy_run(tmp_path / "cut", DROPPING)
         options: dict[str, Any] = {"kill_after": WILD_STEP + 3, "allow_kill": True}
         assert run_ranks(record_run, 2, str(run_file), faults=_wild(), **options) == [KILLED] * 2
         ends["cut"] = run_ranks(record_run, 2, str(run_file), faults=_wild())
@@ -61,7 +61,7 @@ def test_a_wild_update_is_dropped_as_if_it_were_no_number_also_across_a_kill(
 @pytest.mark.slow
 def test_a_run_without_drop_sigmas_or_that_only_observes_applies_it(tmp_path: Path) -> None:
     for name, watchdog in (("off", WATCHDOG), ("observe", DROPPING + 'mode = "observe"\n')):
-        run_file = make_sick_run(tmp_path / name, watchdog)
+        run_file = make_unhealthy_run(tmp_path / name, watchdog)
         run_file.write_text(run_file.read_text().replace('length = "40 steps"', 'length = "23 steps"'))
         run_ranks(record_run, 2, str(run_file), faults=_wild())
         assert all(record["update_applied"] for record in trace(tmp_path / name / "out"))

@@ -26,5 +26,5 @@ skip_after = "4 steps"
 """
 
 
-def make_sick_run(folder: Path, watchdog: str = WATCHDOG, **more: Any) -> Path:
+def make_unhealthy_run(folder: Path, watchdog: str = WATCHDOG, **more: Any) -> Path:
     return make_run(folder, **{**OPTIONS, **more}, extra=watchdog)

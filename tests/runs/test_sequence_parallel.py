@@ -11,7 +11,7 @@ from ds_pretrain.core.jsonl import read_metrics
 from tests.harness import Fault, record_run
 from tests.ranks import KILLED, run_ranks
 from tests.runs.results import trace
-from tests.runs.sick import make_sick_run
+from tests.runs.unhealthy import make_unhealthy_run
 from tests.scenario import LLAMA, deepspeed_json, make_run
 from tests.tiers import slow
 
@@ -132,7 +132,7 @@ def test_the_next_start_may_share_among_others_or_not_at_all(unshared: Any, tmp_
 @pytest.mark.slow
 def test_a_fault_of_one_rank_is_pinned_on_those_that_share_its_sequences(tmp_path: Path) -> None:
     config = {**deepspeed_json(), "sequence_parallel_size": 2}
-    run_file = make_sick_run(tmp_path, deepspeed=config)
+    run_file = make_unhealthy_run(tmp_path, deepspeed=config)
     ranks = run_ranks(record_run, 4, str(run_file), faults=[Fault("rate", 22), Fault("batch", 22, rank=2)])
     assert [ended.code for ended in ranks] == [0] * 4
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))

@@ -18,7 +18,7 @@ from ds_pretrain.core.distributed import World
 from ds_pretrain.core.errors import EXIT_BAD_INPUT, EXIT_CANNOT_SAVE, EXIT_FINISHED, EXIT_PREEMPTED
 from ds_pretrain.core.jsonl import read_metrics
 from ds_pretrain.training.saver import Uploads
-from tests.checkpoint.places import BUCKET, SECRET, s3_server, use_s3
+from tests.checkpoint.remotes import BUCKET, SECRET, s3_server, use_s3
 from tests.harness import Record, Stop, record_run, start
 from tests.ranks import run_ranks
 from tests.runs.results import contents, copied, trace
