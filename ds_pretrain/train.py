@@ -179,9 +179,8 @@ def _train_from(state: RunState, run: _Run) -> None:
         if is_last and num_attempted > 1 and not num_applied:
             saver.finish()
             raise NoProgress(
-                f"{num_attempted} steps were attempted and every update was dropped (gradients not "
-                "finite, or wild); nothing was learned since the checkpoint that this start began from: "
-                "lower schedule.peak_lr, or check the data"
+                f"all {num_attempted} optimizer steps of this start were skipped (non-finite or outlier "
+                f"gradient norm); lower schedule.peak_lr, or check the data"
             )
         _report(state, batch.ids.seq_len, run)
         stops = reduced.stop or state.step == run.options.stop_after

@@ -91,7 +91,7 @@ def format_inventory(root: Path, now: datetime | None = None) -> Iterator[str]:
             yield f"step {entry.step:,} is pinned: {name} ({out}) began from it"
     for folder in sorted(root.glob(f"step_*{BROKEN}*")):
         age = format_age(now.timestamp() - folder.stat().st_mtime)
-        yield f"{folder.name}: set aside as broken, last touched {age} ago; no start uses it"
+        yield f"{folder.name}: renamed as broken, last touched {age} ago; no start uses it"
 
 
 def format_table(found: Sequence[Entry], now: datetime) -> Iterator[str]:

@@ -275,7 +275,7 @@ def _open(location: str, setting: str) -> tuple[Any, str]:
         wanted = f"the package {package}" if package != "fsspec" else f"a package ({error})"
         raise InputError(
             f"{setting}: {protocol}:// needs {wanted}, which is not installed; install it on every host "
-            f"(pip install {package if package != 'fsspec' else 'NAME'}), or write another place"
+            f"(pip install {package if package != 'fsspec' else 'NAME'}), or use another location"
         ) from None
     except Exception as error:
         raise InputError(

@@ -235,5 +235,5 @@ def _set_aside(storage: StorageLayout, step: int, reason: str, world: World) -> 
         folder, world, lambda: rename_broken(folder).name if leads and folder.exists() else None
     )
     names = [name for name in told if name is not None]
-    done = f"set aside as {names[0]}" if names else "nothing of it is here"
+    done = f"renamed to {names[0]}" if names else "nothing of it is here"
     log.warning(f"checkpoint {folder} is broken: {reason}; {done}, trying the one before it")

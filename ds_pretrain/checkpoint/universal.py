@@ -148,7 +148,7 @@ def find_universal_damage(
 def _find_usable(folder: Path, cache: Path) -> tuple[Universal | None, str | None]:
     """The universal form beside a checkpoint, or why it cannot be used, by sizes. On rank 0."""
     if not (cache / UNIVERSAL_MANIFEST).is_file():
-        return None, "there is no universal form yet"
+        return None, "there is no universal checkpoint yet"
     try:
         form = _read(cache)
         if form.manifest.source != compute_checksum(folder / MANIFEST):

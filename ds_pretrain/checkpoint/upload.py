@@ -138,7 +138,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     lock = FileLock(rounds.root / LOCK, str)
     if not lock.try_take():
-        say(f"another process ships from {rounds.root}; waiting until it ends")
+        say(f"another process uploads from {rounds.root}; waiting until it ends")
         while not lock.try_take():
             time.sleep(IDLE_SECONDS)
     while True:

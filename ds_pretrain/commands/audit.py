@@ -68,7 +68,7 @@ def _refuse_contradictions(words: Any) -> None:
     alone = [name for name in ("rank", "attempt") if getattr(words, name) is not None and words.step is None]
     problems = [f"--{name} belongs to --step; name the step too" for name in alone]
     if words.skipped and words.step is not None:
-        problems.append("--skipped and --step are two questions; ask one at a time")
+        problems.append("give either --skipped or --step")
     if words.all and (words.skipped or words.step is not None):
         problems.append("--all audits the whole run and cannot be combined with --skipped or --step")
     if problems:

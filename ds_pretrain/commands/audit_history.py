@@ -108,7 +108,7 @@ def _open_audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     try:  # of what the run file names, its training data alone
         inputs = open_inputs(replace(plan, run=run))
     except InputError as error:
-        where = f"; relative paths are taken from {Path.cwd()}, another place is sources.NAME=PATH"
+        where = f"; relative paths are taken from {Path.cwd()}, override them with sources.NAME=PATH"
         raise InputError([problem + where for problem in error.problems]) from None
     known = record.identity.get("sources", {})
     problems = [
@@ -136,7 +136,7 @@ def _open_audited(out: Path, plan: Plan, record: RunRecord) -> Audited:
     if num_skips != len(ledger.skips):
         problems.append(
             f"the ledger has {_format_skips(ledger)}, and {num_skips} of the rollbacks skipped something; "
-            "expected as many: which ledger a step was trained under cannot be told"
+            f"expected equal numbers: the ledger of each step is unknown"
         )
     sampler = open_sampler(plan, inputs.sources)
     return Audited(
@@ -297,8 +297,8 @@ class History:
         known = self._run.rollbacks
         if not (isinstance(incident, int) and isinstance(to_step, int) and 1 <= incident <= len(known)):
             self.problems.append(
-                f"{METRICS} tells of rollback {incident} at step {step:,}, and {ROLLBACKS} and the "
-                f"checkpoints know {len(known)}; put {ROLLBACKS} back: what was skipped since cannot be told"
+                f"{METRICS} records rollback {incident} at step {step:,}, and {ROLLBACKS} and the "
+                f"checkpoints know {len(known)}; put {ROLLBACKS} back: the data skipped since then is unknown"
             )
         else:
             noted, response = known[incident - 1], record.get("response")

@@ -238,8 +238,8 @@ def _warn_of_decay(manifest: Manifest) -> None:
         schedule = manifest.identity["schedule"]
         if manifest.step > (start := schedule["length"] - schedule["decay"]):
             print(
-                f"WARNING    step {manifest.step:,} lies in the parent's decay, which began at step "
-                f"{start:,}: these weights are cooled down already; a stable checkpoint is one up to there",
+                f"WARNING    step {manifest.step:,} is in the parent's decay, which started at step "
+                f"{start:,}: its weights are cooled down already; choose an earlier, stable checkpoint",
                 file=sys.stderr,
             )
 

@@ -197,7 +197,7 @@ def _pin(asked: _Asked, names: list[str]) -> int:
     step, location = asked.step(names[0]), asked.location
     if location.get_size(step, PINNED) is None:  # what a branch noted there stays
         location.write(step, PINNED, b"")
-    print(f"{step_name(step)} is kept for good{asked.there}")
+    print(f"pinned {step_name(step)}{asked.there}")
     return 0
 
 
@@ -210,7 +210,7 @@ def _unpin(asked: _Asked, names: list[str]) -> int:
         f"; it was pinned because {runs} began from it: what a branch needs lies in its own run "
         "directory, and its lineage will name a checkpoint that is gone"
     )
-    print(f"{step_name(step)} is pruned in its turn{asked.there}{lost if branched else ''}")
+    print(f"unpinned {step_name(step)}{asked.there}: retention applies again{lost if branched else ''}")
     return 0
 
 

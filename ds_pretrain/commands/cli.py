@@ -159,7 +159,7 @@ def _add_prepare(commands: Commands) -> None:
 
 
 def _add_branch(commands: Commands) -> None:
-    about = "make a run that begins from a checkpoint of another, with another plan from there on"
+    about = "start a new run from a checkpoint of another, with its own plan from there on"
     parser = _add(commands, "branch", about)
     parser.add_argument(
         "parent",
@@ -187,8 +187,8 @@ def _add_watchdog(commands: Commands) -> None:
     parser.add_argument(
         "curve",
         metavar="CURVE.csv|RUN",
-        help="columns step, loss and maybe grad_norm (others, as a learning rate, are read by nobody)"
-        "; or a run's directory or file, whose rollbacks are judged again too",
+        help="columns step, loss and optionally grad_norm (others are ignored); or a run's directory or "
+        "file, whose rollbacks are judged again too",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="watchdog.key=value", help="judges with another value"

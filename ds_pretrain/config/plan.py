@@ -346,7 +346,7 @@ def find_contradictions(run: Run) -> Iterator[str]:
         taken = {abspath(run.out): "the run directory", abspath(local): "checkpoint.local_dir"}
     if upload_to is not None and "://" not in upload_to and abspath(upload_to) in taken:
         yield (
-            f'checkpoint.upload_to = "{upload_to}" is {taken[abspath(upload_to)]}; name another place'
+            f'checkpoint.upload_to = "{upload_to}" is {taken[abspath(upload_to)]}; choose another location'
             + ("" if local is not None else ", or give checkpoint.local_dir, a folder of each host's own")
         )
     for path in run.accept_changes:
@@ -364,7 +364,7 @@ def check_curriculum(run: Run) -> Iterator[str]:
         yield f"two phases are called {name}; give each a name of its own"
     first = run.phases[0]
     if first.start is not None and first.start.amount != 0:
-        yield f'phases.{first.name}.start = "{first.start}": the first phase begins with the run; delete it'
+        yield f'phases.{first.name}.start = "{first.start}": the first phase starts with the run; delete it'
     if run.batch.ramp is not None and run.batch.ramp[-1][1] != run.batch.tokens:
         at, size = run.batch.ramp[-1]
         yield (
@@ -503,7 +503,7 @@ def start_problems(run: Run) -> Iterator[str]:
             if step >= laid.end:
                 yield (
                     f'{name} is step {step:,}, and schedule.length = "{run.schedule.length}" ends the run at '
-                    f"step {laid.end:,}: it has no steps; begin it earlier, or make the run longer"
+                    f"step {laid.end:,}: it has no steps; start it earlier, or extend the run"
                 )
             elif step <= earlier:
                 yield (

@@ -101,7 +101,7 @@ def _wait(
             answered += 1
             if answered == 1:
                 stop_file(out).touch()
-                _say("asked to stop: saving, then ending; a second signal ends the ranks without saving")
+                _say("stop requested: saving, then exiting; a second signal ends the ranks without saving")
             else:
                 _end_now(process, command, out, grace_seconds)
         time.sleep(_POLL_SECONDS)

@@ -464,7 +464,7 @@ def _check_mixing(config: Mapping[str, Any]) -> Iterator[str]:
     if kinds := _describe_foreign_kinds(parsed):
         yield f'"{family}" has layers of kind {kinds}, through which documents see one another; {remedy}'
     elif not _accepts_positions(parsed):
-        yield f'"{family}" takes no positions or no mask from outside; {remedy}'
+        yield f'"{family}" does not accept position_ids or an attention mask; {remedy}'
     elif getattr(parsed, "alibi", False):
         yield f'"{family}" with "alibi" counts distances from the mask, not from positions; {remedy}'
 
@@ -497,9 +497,9 @@ def _check_windows(longest: int, parsed: Any) -> Iterator[str]:
     """Find layers that mix tokens other than by causal attention, or depend on the input's length."""
     family, window = parsed.model_type, getattr(parsed, "sliding_window", None)
     if _describe_foreign_kinds(parsed):
-        yield f'and "{family}" has layers that are not plain attention, which need whole rows; {_OTHER_SIZE}'
+        yield f'and "{family}" has layers other than attention, which need whole sequences; {_OTHER_SIZE}'
     elif not _accepts_positions(parsed) or getattr(parsed, "alibi", False):
-        yield f'and "{family}" takes no positions from outside, which a part of a row needs; {_OTHER_SIZE}'
+        yield f'and "{family}" does not accept position_ids, which sequence parallelism needs; {_OTHER_SIZE}'
     elif type(window) is int and window < longest and getattr(parsed, "use_sliding_window", True):
         yield (
             f'and "{family}" attends in a window of {window:,} tokens, shorter than the longest seq_len '

@@ -120,8 +120,7 @@ def check_weights(model: nn.Module, asked: dict[str, _Asked], gather: Gather) ->
         found.setdefault(kind, []).append((wanted, moments))
     if problems:
         raise UninitializedWeightsError(
-            "weights are not what initialization asked for; nothing was trained:\n  "
-            + "\n  ".join(problems.values())
+            "initialization check failed, nothing was trained:\n  " + "\n  ".join(problems.values())
         )
     return tuple(_report(kind, parts) for kind, parts in found.items())
 
@@ -243,7 +242,7 @@ def _find_problem(found: _Moments, asked: _Asked, num_weights: int) -> str | Non
     mean_off = abs(found.mean - asked.mean) / scale > chance + _ROUNDING
     std_off = abs(found.std - asked.std) / scale > chance / math.sqrt(2) + _ROUNDING
     if mean_off or std_off or math.isnan(found.mean):
-        wanted = f"asked mean {asked.mean:.3g}, std {asked.std:.3g}"
+        wanted = f"expected mean {asked.mean:.3g}, std {asked.std:.3g}"
         return f"{wanted}; found mean {found.mean:.3g}, std {found.std:.3g}"
     return None
 

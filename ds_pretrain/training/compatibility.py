@@ -268,8 +268,8 @@ def find_differences(plan: Plan, record: RunRecord, data: Mapping[str, str]) -> 
     """Find where the plan contradicts the run's recorded past; names both values."""
     if record.name != plan.run.name:
         return [
-            f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; "
-            "give it an `out` of its own"
+            f"{plan.out} holds the run {record.name!r}, and {plan.run_path} is {plan.run.name!r}; give it "
+            f"its own `out`"
         ]
     where = f"the run in {plan.out}" if record.origin is None else f"the run of {record.origin}"
     begun = {skip.phase for skip in read_rollback_log(plan.out).ledger.skips}

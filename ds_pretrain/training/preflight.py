@@ -116,7 +116,8 @@ def _check_origin(origin: Path, run_path: str) -> list[str]:
     there = [*list_published(origin), *list_published(origin / "checkpoints")]
     if there and parse_step(origin.name) is None:
         return [
-            f"{run_path}: resume_from = {origin} holds checkpoints and is none; name one, like {there[0]}"
+            f"{run_path}: resume_from = {origin} is a folder of checkpoints, not a checkpoint; name one, "
+            f"like {there[0]}"
         ]
     return []
 

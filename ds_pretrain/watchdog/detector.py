@@ -305,7 +305,7 @@ def _judge_dropped(
         if settings.skip_update_sigmas is None
         else f" (watchdog.skip_update_sigmas = {settings.skip_update_sigmas:g})"
     )
-    message += f"{limit}; high since step {rise.onset}; weights and moments are as they were"
+    message += f"{limit}; high since step {rise.onset}; weights and optimizer state are unchanged"
     return memory, Verdict("watch", "norm_rise", rise.onset, message)
 
 

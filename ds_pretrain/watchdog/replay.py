@@ -97,7 +97,7 @@ def conclude(replay: Replay, came_back: bool) -> Comparison:
             "sequence, the first time, and cannot be compared bit for bit",
         )
     if not replay.num_compared:
-        return Comparison("unknown", "metrics.jsonl does not hold the first time, so nothing can be compared")
+        return Comparison("unknown", "metrics.jsonl lacks the first pass, so the replay cannot be compared")
     difference = replay.difference
     if difference is None:
         return Comparison(
@@ -139,7 +139,7 @@ def _describe_location(replay: Replay, difference: Difference) -> str:
         )
     if difference.ranks:
         named = ", ".join(f"{rank} ({replay.hosts[rank]})" for rank in difference.ranks)
-        return f"another loss on rank {named} alone, so look there"
+        return f"only rank {named} had another loss; check that host"
     hosts = ", ".join(find_suspect_hosts(replay))
     if difference.what == "norm":
         return (

@@ -55,7 +55,7 @@ def test_the_list_has_a_line_for_each_checkpoint_the_newest_first(
     assert main(["checkpoints", str(out), "pin", "20"]) == 0
     assert main(["checkpoints", str(make_run(tmp_path))]) == 0  # by its run file
     kept, header, newest, older = capsys.readouterr().out.splitlines()
-    assert kept == "step_000000020 is kept for good"
+    assert kept == "pinned step_000000020"
     assert cells(header) == cells(
         "step  tokens  age  size  ranks  ZeRO  known-good  pinned  uploaded  verified"
     )
@@ -261,7 +261,7 @@ def test_what_was_set_aside_has_a_line_of_its_own(tmp_path: Path) -> None:
     then = (datetime.now(UTC) - timedelta(days=5)).timestamp()
     os.utime(aside, (then, then))
     *_, last = format_inventory(root)
-    assert last == "step_000000020.broken2: set aside as broken, last touched 5 d ago; no start uses it"
+    assert last == "step_000000020.broken2: renamed as broken, last touched 5 d ago; no start uses it"
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(

@@ -172,7 +172,7 @@ def test_a_checkpoint_with_any_file_damaged_is_named_set_aside_and_the_one_befor
         [message] = told
         folder = tmp_path / "checkpoints" / "step_000000006"
         assert message.startswith(f"checkpoint {folder} is broken: ")
-        assert message.endswith("; set aside as step_000000006.broken, trying the one before it")
+        assert message.endswith("; renamed to step_000000006.broken, trying the one before it")
         assert Path(name).name in message or "manifest" in message
         if name != "manifest.json":
             expected = {

@@ -127,7 +127,7 @@ def test_a_conversion_holds_every_parameter_whole_and_says_what_it_holds(tmp_pat
     assert found.manifest.groups == (Group("decay", ("a.weight",)), Group("no_decay", ("a.bias",)))
     assert (found.manifest.world_size, found.manifest.zero_stage) == (2, 3)
     assert told == [
-        f"resharding {folder.name} (ranks 2 -> 3): converting once (there is no universal form yet)"
+        f"resharding {folder.name} (ranks 2 -> 3): converting once (there is no universal checkpoint yet)"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, f"{folder.name}.universal"]
 
@@ -186,7 +186,7 @@ def _saved_again(cache: Path, folder: Path) -> None:
         (_cut, "zero/a.bias/fp32.pt has "),
         (_flip, "the checksum of zero/a.weight/exp_avg.pt does not match the manifest"),
         (_gone, "No such file or directory"),
-        (_no_manifest, "there is no universal form yet"),
+        (_no_manifest, "there is no universal checkpoint yet"),
         (_unsealed_manifest, "universal.json does not match its own checksum"),
         (_bad_manifest, "universal.json has no version"),
         (_saved_again, "step_000000005.universal was made of another save of that step"),

@@ -564,7 +564,7 @@ def test_one_process_at_a_time_ships_from_a_folder(
         _publish(tmp_path / "here", 10)
         assert first.wait(PATIENCE_SECONDS)
         second.start()
-        said = f"ds_pretrain: another process ships from {tmp_path / 'here'}; waiting until it ends\n"
+        said = f"ds_pretrain: another process uploads from {tmp_path / 'here'}; waiting until it ends\n"
         assert _wait_for_message(said, capfd) == said
         first.close()
         _publish(tmp_path / "here", 20)

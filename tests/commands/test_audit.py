@@ -854,7 +854,7 @@ def test_a_step_that_cannot_be_shown_says_what_there_is(
         ("--step", 35, "--rank", 0): "--rank 0: the record of how attempt 2 began is lost",
         ("--rank", 0): "--rank belongs to --step; name the step too",
         ("--attempt", 1): "--attempt belongs to --step; name the step too",
-        ("--step", 5, "--skipped"): "--skipped and --step are two questions; ask one at a time",
+        ("--step", 5, "--skipped"): "give either --skipped or --step",
         ("--step", 5, "--all"): "--all audits the whole run and cannot be combined with --skipped or --step",
     }
     for words, message in expected.items():
@@ -928,7 +928,7 @@ def test_a_run_that_cannot_be_audited_says_what_was_expected(
     said = refused(told.out)
     assert "sources.text: " in said
     assert "relative paths are taken from " in said
-    assert "another place is sources.NAME=PATH" in said
+    assert "override them with sources.NAME=PATH" in said
     (told.out / "metrics.jsonl").unlink()
     (told.out / "metrics.jsonl").mkdir()
     assert "has no metrics.jsonl" in refused(told.out)

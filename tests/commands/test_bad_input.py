@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "a run directory that holds another run": (
         another_run_there,
-        ("FOLDER/out holds the run 'tiny', and FOLDER/run.toml is 'other'; give it an `out` of its own",),
+        ("FOLDER/out holds the run 'tiny', and FOLDER/run.toml is 'other'; give it its own `out`",),
     ),
     "a run directory of the same run with another seed": (
         another_seed_there,

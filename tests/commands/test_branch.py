@@ -141,7 +141,7 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
     assert (
         f"in its turn; it was pinned because cool ({tmp_path}/cool), other ({tmp_path}/other) began" in said
     )
-    assert again == f"{step_name(4)} is pruned in its turn"
+    assert again == f"unpinned {step_name(4)}: retention applies again"
     (theirs / PINNED).write_bytes(mark)
     prune(root, keep=1, keep_every=None)
     assert sorted(os.listdir(root)) == [step_name(4), step_name(11)]
@@ -365,7 +365,7 @@ def test_a_step_in_the_parents_decay_is_warned_of(tmp_path: Path, capsys: pytest
     command = words(tmp_path, 11, "schedule.length=12 steps", "phases.0.micro_batch_size=1")
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "WARNING    step 11 lies in the parent's decay, which began at step 9" in said
+    assert "WARNING    step 11 is in the parent's decay, which started at step 9" in said
 
 
 def test_across_file_systems_the_files_are_copied_and_a_full_disk_leaves_nothing(

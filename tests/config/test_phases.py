@@ -150,7 +150,7 @@ REFUSED = [
     (
         (('name = "main"\n', 'name = "main"\nstart = "2 steps"\n'),),
         "8 steps",
-        'phases.main.start = "2 steps": the first phase begins with the run; delete it',
+        'phases.main.start = "2 steps": the first phase starts with the run; delete it',
     ),
     (
         (('start = "8 steps"\n', ""),),
@@ -161,7 +161,7 @@ REFUSED = [
         (),
         "12 steps",
         'phases.long.start = "12 steps" is step 12, and schedule.length = "12 steps" ends the run at step '
-        "12: it has no steps; begin it earlier, or make the run longer",
+        "12: it has no steps; start it earlier, or extend the run",
     ),
     ((), "2_000 tokens", 'phases.long.start = "2_000 tokens" is step 16, and schedule.length = "12 steps"'),
     (

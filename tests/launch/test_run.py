@@ -148,7 +148,7 @@ def test_a_signal_asks_the_ranks_to_stop_and_the_launcher_gets_none(number: int,
         process.send_signal(number)
         _, error = process.communicate(timeout=300)
     assert process.returncode == EXIT_PREEMPTED
-    assert "asked to stop: saving, then ending" in error
+    assert "stop requested: saving, then exiting" in error
     assert not (tmp_path / "signalled").exists()
 
 

@@ -302,13 +302,13 @@ def test_what_can_be_shared_is_not_refused(tmp_path: Path, shared: float, world_
             2,
             ("model.qk_norm=false",),
             {"model_type": "bloom", "vocab_size": 257, "hidden_size": 32, "n_head": 4, "n_layer": 2},
-            f'and "bloom" takes no positions from outside, which a part of a row needs; {LESS}',
+            f'and "bloom" does not accept position_ids, which sequence parallelism needs; {LESS}',
         ),
         (
             2,
             ("model.qk_norm=false",),
             {"model_type": "qwen3_next", "vocab_size": 257, "hidden_size": 32, "num_attention_heads": 4},
-            f'and "qwen3_next" has layers that are not plain attention, which need whole rows; {LESS}',
+            f'and "qwen3_next" has layers other than attention, which need whole sequences; {LESS}',
         ),
         (
             2,

@@ -179,7 +179,7 @@ def _build_with(world: World, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "found"),
-    [("never gathered", "expected 4096 weights, found 0"), ("writes lost", "asked mean 0, std 0.02")],
+    [("never gathered", "expected 4096 weights, found 0"), ("writes lost", "expected mean 0, std 0.02")],
 )
 def test_p35_weights_never_initialized_under_zero3_stop_the_run_on_every_rank(how: str, found: str) -> None:
     messages = run_ranks(_build_with, 2, how)

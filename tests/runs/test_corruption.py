@@ -201,7 +201,7 @@ def test_p19_every_file_damaged_in_every_way_is_named_and_set_aside_on_all_ranks
         assert NEWEST not in mine.names
         [message] = mine.told
         assert message.startswith(f"checkpoint {tmp_path / 'checkpoints' / NEWEST} is broken: "), message
-        assert message.endswith(f"; set aside as {NEWEST}.broken, trying the one before it")
+        assert message.endswith(f"; renamed to {NEWEST}.broken, trying the one before it")
         reason = (MANIFEST_DAMAGE if name == "manifest.json" else DAMAGE)[kind][1]
         assert reason in message, (name, kind, message)
         known_as = {name, _other_ranks(name)} if kind == "swapped" else {name}
@@ -241,7 +241,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_set_aside(
     (root / "step_000000009").write_text("")
     found, told, raised = _find(root, World())
     assert (found, raised) == (NEWEST, None)
-    assert "step_000000009 is broken: it has no manifest; set aside as step_000000009.broken" in told[0]
+    assert "step_000000009 is broken: it has no manifest; renamed to step_000000009.broken" in told[0]
 
 
 TO_THE_END = [

@@ -178,7 +178,7 @@ def test_p15_two_ranks_then_three_then_one_then_two_train_the_one_run(tmp_path: 
         assert samples.keys().isdisjoint(outcomes[0].samples)
         samples |= outcomes[0].samples
         if world == 3:
-            assert "converting once (there is no universal form yet)" in outcomes[0].stderr
+            assert "converting once (there is no universal checkpoint yet)" in outcomes[0].stderr
     assert samples == straight[0].samples
     assert set(samples) == set(range(8))  # it ran to the last step that was asked for
     expected = losses(straight_file)

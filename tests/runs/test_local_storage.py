@@ -157,7 +157,7 @@ def test_without_a_whole_copy_the_checkpoint_before_it_is_used(stopped_hosts: Pa
     ranks = run_ranks(_on_its_own_host, 2, str(run_file), str(hosts), overrides)
     assert [ended.code for ended in ranks] == [EXIT_FINISHED] * 2
     assert "step_000000004 is broken: it is not on" in ranks[0].stderr
-    assert "set aside as step_000000004.broken" in ranks[0].stderr
+    assert "renamed to step_000000004.broken" in ranks[0].stderr
     assert "resume     step 2/6 from " in ranks[0].stdout
 
 
@@ -352,7 +352,7 @@ def test_hosts_that_lost_everything_go_on_from_an_object_store_and_no_secret_sho
         assert main(["checkpoints", str(run_file), "pin", "4", "--uploaded"]) == 0
         said = capsys.readouterr().out
         assert [line.split()[0] for line in said.splitlines()[:3]] == ["step", "6", "4"]
-        assert "step_000000006  intact\nstep_000000004  intact\nstep_000000004 is kept for good" in said
+        assert "step_000000006  intact\nstep_000000004  intact\npinned step_000000004" in said
         assert main(["checkpoints", str(run_file), "verify", "5", "--uploaded"]) == EXIT_BAD_INPUT
         assert main(["checkpoints", str(run_file), "diff", "4", "6", "--uploaded"]) == EXIT_BAD_INPUT
     assert trace(out)[-2:] == straight[-2:]
@@ -479,7 +479,7 @@ def test_shipping_to_where_checkpoints_are_saved_is_refused(tmp_path: Path) -> N
     run_file = make_run(tmp_path / "run", steps=4)
     [ended] = run_ranks(start, 1, str(run_file), (f"checkpoint.upload_to={tmp_path}/run/out/checkpoints",))
     assert ended.code == EXIT_BAD_INPUT
-    assert "is where checkpoints are saved; name another place" in ended.stderr
+    assert "is where checkpoints are saved; choose another location" in ended.stderr
 
 
 @pytest.mark.parametrize("step", [slow(0), 2, slow(99)])
@@ -534,8 +534,8 @@ def test_a_file_with_a_checkpoints_name_at_the_place_stops_nobody(tmp_path: Path
     ("override", "words"),
     [
         ("resume_from=nope", "resume_from = nope is not a folder; name a checkpoint folder"),
-        ("resume_from={file}_s", "holds checkpoints and is none; name one, like"),
-        ("checkpoint.upload_to={out}", "is the run directory; name another place"),
+        ("resume_from={file}_s", "is a folder of checkpoints, not a checkpoint; name one, like"),
+        ("checkpoint.upload_to={out}", "is the run directory; choose another location"),
         ("checkpoint.upload_to={file}", "is not a folder"),
         ("checkpoint.local_dir={file}", "is not a folder"),
         ("checkpoint.local_dir=s3://vault", "is not a path on this host; write one like"),

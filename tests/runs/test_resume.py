@@ -88,7 +88,7 @@ def test_a_run_directory_of_another_run_is_refused_on_all_ranks_and_left_as_it_i
     endings = run_ranks(start, 2, str(finished / "run.toml"), ("name=other",))
     assert [ended.code for ended in endings] == [EXIT_BAD_INPUT] * 2
     assert "holds the run 'tiny'" in endings[0].stderr
-    assert "give it an `out` of its own" in endings[0].stderr
+    assert "give it its own `out`" in endings[0].stderr
     assert _without_exit_code(contents(finished / "out")) == _without_exit_code(before)
 
 

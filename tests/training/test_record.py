@@ -104,9 +104,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     run_file = make_run(tmp_path)
     start(run_file)
     message = refusal(run_file, "name=other")
-    expected = (
-        f"{tmp_path / 'out'} holds the run 'tiny', and {run_file} is 'other'; give it an `out` of its own"
-    )
+    expected = f"{tmp_path / 'out'} holds the run 'tiny', and {run_file} is 'other'; give it its own `out`"
     assert message == expected
 
 

@@ -462,7 +462,7 @@ def test_a_single_wild_update_is_dropped_and_said_and_enters_no_statistics() -> 
     assert re.fullmatch(
         r"update skipped: gradient norm 50, \d+\.\d sigmas above the median 0\.[23]\d* "
         rf"\(watchdog\.skip_update_sigmas = 20\); high since step {verdict.onset}; weights and moments "
-        "are as they were",
+        "are unchanged",
         verdict.message,
     )
     assert memory.norm == before.norm
@@ -477,7 +477,7 @@ def test_a_dropped_update_is_said_before_what_else_was_seen_of_it() -> None:
     _, memory = judged(BEFORE)
     _, [verdict], memory = trained(raised(wild(after(BEFORE, 1)), 2.0), memory=memory)
     assert (verdict.action, verdict.kind) == ("watch", "norm_rise")
-    assert "as they were; loss 5." in verdict.message
+    assert "state are unchanged; loss 5." in verdict.message
     assert memory.spike is not None
     _, verdicts, _ = trained(after([*BEFORE, BEFORE[-1]], 5), memory=memory)
     assert [v.kind for v in verdicts if v != OK] == ["blip"]

@@ -101,7 +101,7 @@ def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     )
     assert ", or of ranks a sequence, the first time" in conclude(shared, came_back=False).message
     assert conclude(_replay(None, 0), came_back=False).message == (
-        "metrics.jsonl does not hold the first time, so nothing can be compared"
+        "metrics.jsonl lacks the first pass, so the replay cannot be compared"
     )
     data = conclude(_replay(Difference(20, "data")), came_back=False)
     assert (data.finding, "has a source changed?" in data.message) == ("unknown", True)
