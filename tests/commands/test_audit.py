@@ -509,7 +509,7 @@ def test_what_the_ledger_the_rollbacks_and_the_checkpoint_say_has_to_agree(
     write_rollback_log(told.out, replace(state, ledger=RunState().ledger))
     said = _audit(capsys, told.out)[1]
     assert "rollbacks.json lists 0 skips, and the checkpoint of step 40 1 skip that are not the same" in said
-    assert "the ledger has 0 skips, and 1 of the rollbacks skipped something; expected as many" in said
+    assert "the ledger has 0 skips, and 1 of the rollbacks skipped something; expected equal numbers" in said
     write_rollback_log(told.out, replace(state, rollbacks=(replace(state.rollbacks[0], to_step=15),)))
     said = _audit(capsys, told.out)[1]
     assert (
@@ -526,7 +526,7 @@ def test_a_cure_that_is_lost_is_read_from_the_checkpoint_or_missed(
     code, said = _audit(capsys, told.out)
     assert code == 1
     assert (
-        "metrics.jsonl tells of rollback 1 at step 24, and rollbacks.json and the checkpoints know 0"
+        "metrics.jsonl records rollback 1 at step 24, and rollbacks.json and the checkpoints know 0"
     ) in said
     told.checkpoint()
     state = told.out / "checkpoints" / step_name(30) / "run_state.json"

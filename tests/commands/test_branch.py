@@ -139,7 +139,7 @@ def test_the_parents_checkpoint_is_pinned_and_both_lists_say_so(
         assert main(["checkpoints", str(out), "unpin", "4"]) == 0
     said, again = capsys.readouterr().out.splitlines()
     assert (
-        f"in its turn; it was pinned because cool ({tmp_path}/cool), other ({tmp_path}/other) began" in said
+        f"applies again; it was pinned because cool ({tmp_path}/cool), other ({tmp_path}/other) began" in said
     )
     assert again == f"unpinned {step_name(4)}: retention applies again"
     (theirs / PINNED).write_bytes(mark)

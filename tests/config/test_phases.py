@@ -184,7 +184,7 @@ REFUSED = [
         (("tokens = 128", 'ramp = { "0" = 64, "20 steps" = 128 }\ntokens = 128'),),
         "8 steps",
         'batch.ramp."20 steps" is step 20, and schedule.length = "12 steps" ends the run at step 12: it has '
-        "no steps; begin it earlier, or make the run longer",
+        "no steps; start it earlier, or extend the run",
     ),
     (
         (("tokens = 128", 'ramp = { "0" = 32, "5 steps" = 64, "100 tokens" = 128 }\ntokens = 128'),),

@@ -321,8 +321,8 @@ def test_a_kind_of_layer_that_cannot_is_refused_when_masks_are_made() -> None:
     [
         ({"model_type": "llama"}, "flex_attention", 'attention = "flex_attention" has not been shown'),
         ({"model_type": "mamba"}, None, '"mamba" has layers of kind linear_attention, through which'),
-        ({"model_type": "rwkv"}, None, '"rwkv" takes no positions or no mask from outside'),
-        ({"model_type": "bloom"}, None, '"bloom" takes no positions or no mask from outside'),
+        ({"model_type": "rwkv"}, None, '"rwkv" does not accept position_ids or an attention mask'),
+        ({"model_type": "bloom"}, None, '"bloom" does not accept position_ids or an attention mask'),
         ({"model_type": "falcon", "alibi": True}, None, '"falcon" with "alibi" counts distances'),
         ({"model_type": "qwen3_next"}, None, '"qwen3_next" has layers of kind linear_attention, through'),
         ({"model_type": "llama4_text"}, None, '"llama4_text" has layers of kind chunked_attention'),

@@ -114,7 +114,7 @@ def test_a_fault_of_one_rank_is_pinned_on_it(tmp_path: Path) -> None:
         22,
         [1],
     )
-    assert f"another loss on rank 1 ({platform.node()}:1) alone" in compared["message"]
+    assert f"only rank 1 ({platform.node()}:1) had another loss" in compared["message"]
 
 
 def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_difference_on_one_rank_names_it_and_its_host() -> None:
     replay = _replay(Difference(20, "loss", (2,)))
     compared = conclude(replay, came_back=False)
     assert compared.finding == "passing_fault"
-    assert "step 20 is the first that differs: another loss on rank 2 (beta:0) alone" in compared.message
+    assert "step 20 is the first that differs: only rank 2 (beta:0) had another loss" in compared.message
     assert find_suspect_hosts(replay) == ["beta"]
 
 
