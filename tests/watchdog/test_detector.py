@@ -461,8 +461,8 @@ def test_a_single_wild_update_is_dropped_and_said_and_enters_no_statistics() -> 
     assert verdict.onset in range(NEXT - 2, NEXT + 1)  # two norms before it were a little high by chance
     assert re.fullmatch(
         r"update skipped: gradient norm 50, \d+\.\d sigmas above the median 0\.[23]\d* "
-        rf"\(watchdog\.skip_update_sigmas = 20\); high since step {verdict.onset}; weights and optimizer state "
-        "are unchanged",
+        rf"\(watchdog\.skip_update_sigmas = 20\); high since step {verdict.onset}; weights and "
+        "optimizer state are unchanged",
         verdict.message,
     )
     assert memory.norm == before.norm
