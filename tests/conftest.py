@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread a process, little garbage to look through, and what was collected."""
+"""Settings of all tests: one thread per process, little garbage collection, and what was collected."""
 
 import gc
 import logging

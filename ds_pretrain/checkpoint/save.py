@@ -169,10 +169,10 @@ class Saves:
         if self._save is not None and self._save.step == step and self._save.here is None:
             self._save.manifest = replace(self._save.manifest, probe=probe)
 
-    def advance(self, stages: Sequence[int]) -> SaveOutcome | None:
-        """Take the save as far as every rank's `stage` allows; how it ended, if it did. Collective."""
+    def advance(self, progress: Sequence[int]) -> SaveOutcome | None:
+        """Advance the save as far as every rank's progress allows; return its outcome, if it ended. Collective."""
         save = self._save
-        if save is None or any(stage == SaveProgress.RUNNING for stage in stages):
+        if save is None or any(one == SaveProgress.RUNNING for one in progress):
             return None
         if save.here is not None:
             return self._ended(save)
@@ -180,13 +180,13 @@ class Saves:
         leader, folder = self._storage.find_leader(self._world), self._unfinished(save.step)
         entries = save.job.result or {}  # nothing where it failed
         mine = (leader, {path.relative_to(folder).as_posix(): entry for path, entry in entries.items()})
-        told = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
-        save.stall_seconds += max(waited for _, waited, _ in told)
-        if any(p for p, _, _ in told):
+        gathered = gather_objects(self._world, (problem, save.snapshot.waited_seconds, mine))
+        save.stall_seconds += max(waited for _, waited, _ in gathered)
+        if any(p for p, _, _ in gathered):
             self._save = None
-            return self._failed(save.step, [p for p, _, _ in told if p], save.stall_seconds, save.began)
-        save.here = {name: e for _, _, (of, own) in told if of == leader for name, e in own.items()}
-        everything = (item for _, _, (_, own) in told for item in own.items())
+            return self._failed(save.step, [p for p, _, _ in gathered if p], save.stall_seconds, save.began)
+        save.here = {name: e for _, _, (of, own) in gathered if of == leader for name, e in own.items()}
+        everything = (item for _, _, (_, own) in gathered for item in own.items())
         save.manifest = replace(save.manifest, files=dict(sorted(everything)))
         if self._leads:
             save.publishing = BackgroundTask(

@@ -134,15 +134,15 @@ def main() -> None:
     threading.excepthook = lambda args: say(
         f"in the upload process: {args.exc_type.__name__}: {args.exc_value}"
     )
-    parent, rounds = pickle.load(sys.stdin.buffer)
+    parent, loop = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    lock = FileLock(rounds.root / LOCK, str)
+    lock = FileLock(loop.root / LOCK, str)
     if not lock.try_take():
-        say(f"another process uploads from {rounds.root}; waiting until it ends")
+        say(f"another process uploads from {loop.root}; waiting until it ends")
         while not lock.try_take():
             time.sleep(IDLE_SECONDS)
     while True:
-        time.sleep(rounds.run_once())
+        time.sleep(loop.run_once())
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -168,8 +168,8 @@ class UploadLoop:
     host: int
     keep: int
     keep_every: Multiples | None
-    failures: int = 0  # rounds in a row
-    waits: int = 0  # rounds in a row
+    failures: int = 0  # loop in a row
+    waits: int = 0  # loop in a row
     remote: Remote | None = None
     copied: set[tuple[str, str]] = field(default_factory=set)  # folder name and mark
     broken: set[tuple[str, bytes | None]] = field(default_factory=set)  # folder name and manifest; not tried
@@ -197,7 +197,7 @@ class UploadLoop:
                     f"yet: {error}; trying again in {rest:g} seconds"
                 )
                 break
-            if progress is UploadProgress.SHIPPED:
+            if progress is UploadProgress.UPLOADED:
                 self.failures = self.waits = 0
                 return 0.0  # a newer one may have been published meanwhile
             waiting = waiting or progress is UploadProgress.WAITING
@@ -249,7 +249,7 @@ class UploadLoop:
 class UploadProgress(Enum):
     """The progress of the upload of one checkpoint."""
 
-    SHIPPED = "it, or a later save of this step, is complete at the remote"
+    UPLOADED = "it, or a later save of this step, is complete at the remote"
     WAITING = "other hosts, or the host that writes the manifest, are not done"
     GONE = "the folder was pruned, renamed or replaced meanwhile"
 
@@ -305,7 +305,7 @@ def _upload_step(
     _mark(folder, manifest, text, remote.location)
     write_point("upload forget")
     remote.remove(step, marker_name(host))
-    return UploadProgress.SHIPPED
+    return UploadProgress.UPLOADED
 
 
 def _deliver(

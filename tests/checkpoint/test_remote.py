@@ -1,4 +1,4 @@
-"""What is put at a place is read back as it was, in a folder and by an S3 API; no error shows a secret."""
+"""A remote returns what was uploaded, in a folder and by an S3 API; no error shows a secret."""
 
 import hashlib
 import sys

@@ -1,4 +1,4 @@
-"""What was captured is what gets written, whatever training does to it later; training waits for no more."""
+"""A snapshot writes what it captured, whatever training changes later; training waits only for the copy."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What fits, what is refused, and a conversion that is torn, stale, damaged, slow or wrong."""
+"""Universal checkpoints: what fits, what is refused, and conversions that are torn, stale, damaged or slow."""
 
 import json
 import os

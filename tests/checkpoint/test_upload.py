@@ -194,7 +194,7 @@ def test_killed_at_every_write_point_nothing_torn_is_left_and_the_next_one_finis
             _until_idle(_rounds(root, there, keep=1))
             _publish(root, 10, **AGAIN)
         _publish(root, 20)
-        command = [sys.executable, "-m", "tests.checkpoint.killed_shipping", str(root), there, str(kill)]
+        command = [sys.executable, "-m", "tests.checkpoint.killed_upload", str(root), there, str(kill)]
         done = subprocess.run(command, check=False, timeout=PATIENCE_SECONDS)
         remote = open_remote(there)
         for step in remote.list_steps():
@@ -245,7 +245,7 @@ def test_an_old_save_that_was_left_here_never_replaces_a_later_one_there(
     _until_idle(_rounds(tmp_path / "others", folder_place))
     folder = _publish(tmp_path / "here", 10)
     remote = open_remote(folder_place)
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
     assert remote.read(10, "run_state.json") == _files(10, "later")["run_state.json"]
     assert (_problem(remote, 10), is_uploaded(folder)) == (None, True)
 
@@ -256,7 +256,7 @@ def test_what_has_arrived_is_not_sent_again_after_it_was_read_back(
     folder, remote = _publish(tmp_path / "here", 10), open_remote(place)
     remote.write(10, "rng/rank_00000.pt", _files(10)["rng/rank_00000.pt"])
     remote.write(10, "rng/rank_00001.pt", b"x" * len(_files(10)["rng/rank_00001.pt"]))  # as long, but wrong
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
     assert sent == ["rng/rank_00001.pt", "run_state.json"]
     assert _problem(remote, 10) is None
 
@@ -269,7 +269,7 @@ def test_a_file_that_arrives_damaged_is_sent_once_more(
     put = Remote.upload
     wrong = FileEntry(1, "00")
     monkeypatch.setattr(Remote, "upload", lambda *args: wrong if next(damages) else put(*args))
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
     assert _problem(remote, 10) is None
     folder = _publish(tmp_path / "here", 20)
     monkeypatch.setattr(Remote, "upload", lambda *args: wrong)
@@ -292,7 +292,7 @@ def test_a_manifest_that_arrives_damaged_is_not_taken_for_a_checkpoint_that_is_t
         upload_step(folder, remote, 0)
     assert not is_uploaded(folder)
     monkeypatch.undo()
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_goes_away_or_is_replaced_meanwhile_is_no_error_and_no
     folder = _publish(tmp_path / "here", 20)
     at_point(lambda: _publish(tmp_path / "here", 20, **AGAIN))
     assert is_uploaded(folder) == (point == "upload begin")  # that one shipped the later save
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
     assert remote.read(20, "run_state.json") == _files(20, "again")["run_state.json"]
     assert _problem(remote, 20) is None
 
@@ -350,8 +350,8 @@ def test_a_word_that_files_have_arrived_counts_for_its_own_save_only(
     assert remote.list_steps() == []
     _publish(roots[1], 10, held=HOLDS[1], **AGAIN)
     assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.WAITING
-    assert upload_step(roots[0] / step_name(10), remote, 0) is UploadProgress.SHIPPED
-    assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.SHIPPED
+    assert upload_step(roots[0] / step_name(10), remote, 0) is UploadProgress.UPLOADED
+    assert upload_step(roots[1] / step_name(10), remote, 1) is UploadProgress.UPLOADED
     assert _problem(remote, 10) is None
     assert sorted(remote.list_names(10)) == ["manifest.json", "rng", "run_state.json"]
 
@@ -659,7 +659,7 @@ def test_hosts_that_start_again_in_another_order_finish(
     assert upload_step(b, remote, 1) is UploadProgress.WAITING
     for host, folder in ((1, a), (2, b)):
         assert upload_step(folder, remote, host) is UploadProgress.WAITING
-    assert upload_step(c, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(c, remote, 0) is UploadProgress.UPLOADED
     assert _problem(remote, 10) is None
     assert sent == list(NAMES)  # each once
 
@@ -674,7 +674,7 @@ def test_a_host_adds_to_the_word_of_the_one_that_had_its_number(
     assert upload_step(b, remote, 0) is UploadProgress.WAITING
     upload_step(c, remote, 1)
     assert (
-        upload_step(b, remote, 0) is UploadProgress.SHIPPED
+        upload_step(b, remote, 0) is UploadProgress.UPLOADED
     )  # without another look of the host that has the first
     assert _problem(remote, 10) is None
     assert sent == list(NAMES)
@@ -718,11 +718,11 @@ def test_a_manifest_that_came_meanwhile_is_not_taken_for_that_of_an_earlier_save
 
     def meanwhile(self: Remote, step: int) -> list[str]:
         monkeypatch.undo()
-        assert upload_step(a, remote, 0) is UploadProgress.SHIPPED
+        assert upload_step(a, remote, 0) is UploadProgress.UPLOADED
         return names(self, step)
 
     monkeypatch.setattr(Remote, "list_names", meanwhile)
-    assert upload_step(late, remote, 1) is UploadProgress.SHIPPED
+    assert upload_step(late, remote, 1) is UploadProgress.UPLOADED
     assert _problem(remote, 10) is None
 
 
@@ -822,7 +822,7 @@ def test_a_marker_that_a_kill_cut_short_counts_for_what_it_names(
     remote.write(10, marker_name(1), whole[:end])
     assert upload_step(second, remote, 0) is UploadProgress.WAITING
     upload_step(first, remote, 1)
-    assert upload_step(second, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(second, remote, 0) is UploadProgress.UPLOADED
 
 
 def test_what_killed_uploads_left_is_gone_before_the_manifest_is_there(
@@ -838,7 +838,7 @@ def test_what_killed_uploads_left_is_gone_before_the_manifest_is_there(
         "write_point",
         lambda name: seen.append(remote.list_unfinished(10)) if name == "upload manifest" else None,
     )
-    assert upload_step(folder, remote, 0) is UploadProgress.SHIPPED
+    assert upload_step(folder, remote, 0) is UploadProgress.UPLOADED
     assert seen == [[left[3]]]  # host 1 may be about to rename it
 
 

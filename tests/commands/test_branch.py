@@ -1,4 +1,4 @@
-"""What the `branch` command makes, what it refuses, and what is told of a branch afterwards."""
+"""The `branch` command: what it makes, what it refuses, and what is recorded of a branch."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What the `train` and `verify-resume` commands make of their words."""
+"""The arguments of the `train` and `verify-resume` commands."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Where a run stands: to JSON and back, and the draws that a skip ledger leaves."""
+"""The run state: to JSON and back, and the draws that a skip ledger leaves."""
 
 import json
 import random

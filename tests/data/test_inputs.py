@@ -1,4 +1,4 @@
-"""What a person names is found, or refused: all of it at once, before anything is written."""
+"""Inputs of `prepare` are found, or refused all at once, before anything is written."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What makes a source unfit for a run, found before the run; what is in it, reported."""
+"""Sources that are unfit for a run are found before it; the content of a source is reported."""
 
 import json
 from dataclasses import replace

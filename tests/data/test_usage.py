@@ -1,4 +1,4 @@
-"""What a run will read of each source, against a walk through it; what passes an epoch, and when."""
+"""The use of each source by a run, against a walk through it, and when it passes an epoch."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What reaches the ranks on other hosts arrives byte for byte, or is refused by name."""
+"""Variables for the ranks on other hosts arrive byte for byte, or are refused by name."""
 
 import re
 import subprocess

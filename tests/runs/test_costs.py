@@ -1,4 +1,4 @@
-"""What coming back and saving cost: memory and bytes by the shards of a rank, and each save on record."""
+"""Costs of saves and resumes: memory and bytes by the shards of a rank, and each save on record."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a real run tells of its data: at every validation, at the end of each phase and at its own."""
+"""The data events of a real run: at every validation, at each phase's end and at its own."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a start says when something that rarely fails fails: each message, from where a user would meet it."""
+"""Messages of rare failures, each from where a user would meet it."""
 
 from dataclasses import replace
 from pathlib import Path

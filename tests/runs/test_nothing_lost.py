@@ -1,4 +1,4 @@
-"""What a run read, trained and saved adds up: nothing twice, nothing left out, also over failures."""
+"""A run reads, trains and saves everything once, also over failures."""
 
 from collections import Counter
 from collections.abc import Callable

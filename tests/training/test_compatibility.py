@@ -1,4 +1,4 @@
-"""What of a run may change once some of it has happened, and what a start says of it."""
+"""Changes of a run that has started: what may change, and what a start says of it."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is said of the curriculum of a run that goes on."""
+"""The curriculum lines of a resumed run."""
 
 from pathlib import Path
 

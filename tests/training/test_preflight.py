@@ -1,4 +1,4 @@
-"""What a start is told before an engine is opened: problems, and the resolved run."""
+"""Preflight: problems before an engine is opened, and the start summary."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is told where a start begins with another plan than the one before."""
+"""Reports of a start whose plan differs from the previous one."""
 
 from typing import Any
 

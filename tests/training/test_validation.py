@@ -1,4 +1,4 @@
-"""What a validation says of models whose window is known."""
+"""Validation of models whose window is known."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a replay is said to show, from the numbers of the two passes."""
+"""The findings of a replay, from the numbers of the two passes."""
 
 from dataclasses import replace
 from math import nan

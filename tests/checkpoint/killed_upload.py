@@ -1,6 +1,6 @@
 """Ships, and is killed at a write point, by name or by number.
 
-python -m tests.checkpoint.killed_shipping ROOT PLACE POINT
+python -m tests.checkpoint.killed_upload ROOT PLACE POINT
 """
 
 import itertools
