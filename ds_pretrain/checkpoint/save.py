@@ -170,7 +170,7 @@ class Saves:
             self._save.manifest = replace(self._save.manifest, probe=probe)
 
     def advance(self, progress: Sequence[int]) -> SaveOutcome | None:
-        """Advance the save as far as every rank's progress allows; return its outcome, if it ended. Collective."""
+        """Advance the save as far as all ranks allow; return its outcome if it ended. Collective."""
         save = self._save
         if save is None or any(one == SaveProgress.RUNNING for one in progress):
             return None

@@ -168,8 +168,8 @@ class UploadLoop:
     host: int
     keep: int
     keep_every: Multiples | None
-    failures: int = 0  # loop in a row
-    waits: int = 0  # loop in a row
+    failures: int = 0  # consecutive
+    waits: int = 0  # consecutive
     remote: Remote | None = None
     copied: set[tuple[str, str]] = field(default_factory=set)  # folder name and mark
     broken: set[tuple[str, bytes | None]] = field(default_factory=set)  # folder name and manifest; not tried

@@ -1,4 +1,4 @@
-"""Universal checkpoints: what fits, what is refused, and conversions that are torn, stale, damaged or slow."""
+"""Universal checkpoints: what fits, what is refused, and torn, stale, damaged or slow conversions."""
 
 import json
 import os
