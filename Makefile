@@ -27,7 +27,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_names.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(DATA)
