@@ -32,7 +32,7 @@ def build_table() -> str:
         )
         if section == "sources":
             lines.append("| `sources.NAME` | required | A path, or a table of the keys below. |")
-        lines += _rows(section, models)
+        lines += _rows("sources.NAME" if section == "sources" else section, models)
     return "\n".join(lines)
 
 
@@ -57,8 +57,12 @@ def _rows(section: str, models: list[type[BaseModel]]) -> Iterator[str]:
             if len(owners) < len(models)
             else ""
         )
-        defaults = dict.fromkeys(_default(m.model_fields[name]) for m in owners)
-        yield f"| `{section}.{name}` | {' or '.join(defaults)} | {_text(field)}{only} |"
+        defaults: dict[str, list[str]] = {}
+        for model in owners:
+            kind = model.__name__.removesuffix("Section").lower()
+            defaults.setdefault(_default(model.model_fields[name]), []).append(kind)
+        shown = [text if len(defaults) == 1 else f"{text} ({', '.join(of)})" for text, of in defaults.items()]
+        yield f"| `{section}.{name}` | {', '.join(shown)} | {_text(field)}{only} |"
         if RopeSection in find_section_models(field.annotation):
             yield from _rows(f"{section}.{name}", [RopeSection])
 
@@ -82,8 +86,14 @@ def _show(value: Any) -> str:
 
 
 def _doc(models: list[type[BaseModel]]) -> str:
-    docs = dict.fromkeys((model.__doc__ or "").split(". ")[0].split("\n")[0].rstrip(".") for model in models)
-    return "; ".join(docs) + "."
+    if len(models) > 1:
+        return "The learning-rate schedule, by its `kind`."
+    optional = any(
+        models[0] in find_section_models(field.annotation) and not field.is_required()
+        for field in Run.model_fields.values()
+    )
+    first = (models[0].__doc__ or "").split(". ")[0].split("\n")[0].rstrip(".")
+    return f"{first}.{' Optional.' if optional else ''}"
 
 
 def _text(field: FieldInfo) -> str:

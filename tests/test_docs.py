@@ -20,7 +20,7 @@ def test_the_table_of_the_run_file_page_is_the_one_that_the_schema_gives() -> No
     page = PAGE.read_text()
     assert build_page(page) == page, "run: python -m tests.run_file_page"
     documented = set(re.findall(r"^\| `([a-z_.A-Z]+)` \|", page, re.MULTILINE))
-    assert {"out", "schedule.peak_lr", "sources.max_epochs", "phases.rope.theta"} <= documented
+    assert {"out", "schedule.peak_lr", "sources.NAME.max_epochs", "phases.rope.theta"} <= documented
 
 
 def test_every_key_of_the_run_file_has_a_description() -> None:

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: pure functions of the step, so there is nothing to save and nothing to restore.
+"""Learning-rate schedules: pure functions, so there is nothing to save and nothing to restore.
 
-Each gives the share of the peak that the update after `step` finished steps uses. All steps are optimizer
-steps, whatever the accumulation and the number of ranks; `length`, `warmup` and `decay` count them.
+Each returns the fraction of the peak learning rate for the update after `step` applied updates. Steps are
+optimizer steps, whatever gradient accumulation and world size are; `length`, `warmup` and `decay` count them.
 """
 
 from math import cos, pi, sqrt

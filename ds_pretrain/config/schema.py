@@ -157,7 +157,7 @@ class ModelSection(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"recompute": "activation_checkpointing", "from": "pretrained"}
     config: FilePath
-    """Hugging Face `config.json` of a decoder-only model (path); default: that of `pretrained`."""
+    """Hugging Face `config.json` of a decoder-only model (path); not needed with `pretrained`."""
     pretrained: FilePath | None = None
     """Hugging Face model folder whose weights the run starts from (path); its `config.json` must agree
     with `config`."""
@@ -335,9 +335,9 @@ class SourceSection(HeldOutSection):
     max_epochs: Positive | None = None
     """Epochs that the whole run may read; more is an error at the start."""
     chunk_tokens: Count | None = None
-    """Tokens that are drawn as one chunk and read on from phase to phase: a multiple of each `seq_len`
-    that reads the source; default: the longest. Set it before the first start if you may lengthen
-    sequences later."""
+    """Tokens of the unit that is shuffled: sequences are cut from it, and a later phase continues in it. A
+    multiple of each `seq_len` that reads the source; none: the longest. Set it before the first start if
+    you may lengthen sequences later."""
 
 
 def _parse_source(value: Any) -> Any:
@@ -358,9 +358,9 @@ class RopeSection(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"original_length": "original_max_position_embeddings"}
     kind: Literal["default", "yarn", "llama3"] | None = None
-    """RoPE scaling: `"default"`, `"yarn"` or `"llama3"`; none: as before."""
+    """RoPE scaling: `"default"`, `"yarn"` or `"llama3"`; none: as in the phase before."""
     theta: Positive | None = None
-    """Base of the frequencies, 2 to 1e30; none: as before."""
+    """Base of the frequencies, 2 to 1e30; none: as in the phase before."""
     factor: Annotated[float, Field(ge=1)] | None = None
     """Length multiplier of the scaling, 1 to 1e6 (`yarn`, `llama3`)."""
     original_max_position_embeddings: Count | None = None
@@ -383,7 +383,7 @@ class PhaseSection(Section):
     seq_len: Count
     """Tokens of a sequence."""
     mixture: dict[str, Weight]
-    """Weight of each source, on any scale up to 10^12; exact in each block of 4,096 draws."""
+    """Weight of each source, normalized; each block of 4,096 draws has exactly the rounded proportions."""
     start: Share | None = None
     """Start of the phase in steps, tokens or percent; every phase but the first has one."""
     micro_batch_size: Count | None = None
@@ -402,7 +402,7 @@ class ValidationSection(Section):
     sources: HeldOut
     """Validation sources, as `[sources]`."""
     tokens: BatchTokens
-    """Tokens of each source: samples spread evenly over it, the same each time."""
+    """Tokens read from each source: samples spread evenly over it, the same each time."""
     retrieval: bool = False
     """Also hide keys in the text at five depths and every length up to `seq_len`, and score how well they
     are found."""
@@ -426,7 +426,7 @@ class CheckpointSection(Section):
     """Save interval: a duration or a list of them (steps, tokens, wall-clock), whichever comes first. The
     first and the last step are always saved."""
     keep_last: Count = 3
-    """Newest checkpoints that are kept; pinned ones and the newest known-good one stay too."""
+    """Number of newest checkpoints to keep; pinned ones and the newest known-good one stay too."""
     keep_every: Length | None = None
     """Keep the first checkpoint at or after each multiple, in steps or tokens."""
     max_consecutive_failures: Count = 3
@@ -450,7 +450,7 @@ class CheckpointSection(Section):
 
 
 class WatchdogSection(Section):
-    """The thresholds and the policy of the watchdog, which uses this very object."""
+    """The thresholds and the policy of the watchdog."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "respond": "policy",
@@ -461,16 +461,17 @@ class WatchdogSection(Section):
         "drift": "drift_threshold",
     }
     window: Annotated[int, Field(ge=2, le=10_000)] = 200
-    """Accepted values in the rolling statistics; judging starts after a quarter of it, and again after
+    """Accepted values in the rolling statistics; judging starts after a quarter of them, and again after
     each phase change."""
     loss_sigmas: Positive = 6.0
-    """Sigmas above the expected loss that open a spike; it has healed after two steps below half of that."""
+    """Sigmas above the expected loss that open a spike; it has healed after two consecutive steps below half
+    of that."""
     norm_sigmas: Positive = 8.0
     """Sigmas above the median log gradient norm that are watched; no rollback follows from the norm alone."""
     patience: Count = 30
     """Steps that a spike may take to heal."""
     drift_threshold: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """Slow rise of the loss over its lowest level, as a fraction of it, that is a drift."""
+    """Rise of the smoothed loss above its lowest level, as a fraction of it, that leads to a rollback."""
     skip_update_sigmas: Positive | None = None
     """Skip an update whose gradient norm is this many sigmas above the median; at least `norm_sigmas`; not
     in mode `"observe"`."""
@@ -492,7 +493,7 @@ class WatchdogSection(Section):
 
 
 class MonitorSection(Section):
-    """The metrics that operators see, and how often; metrics.jsonl gets every step."""
+    """The metrics that operators see."""
 
     renamed: ClassVar[Mapping[str, str]] = {"every": "log_every"}
     log_every: Count = 10
@@ -515,15 +516,15 @@ class Run(Section):
     deepspeed: FilePath
     """DeepSpeed JSON (path): precision, clipping, ZeRO, optimizer."""
     accept_changes: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] = ()
-    """Changes of past steps that this start accepts: `schedule`, `sources`, `model.z_loss`,
+    """Settings of past steps that may differ at this start: `schedule`, `sources`, `model.z_loss`,
     `model.activation_checkpointing`, `model.attention`, `model.decay_embeddings` or a key below one;
     `probe` accepts another probe loss."""
     resume_from: FilePath | None = None
-    """Checkpoint to start from while the run has none of its own (path): one of ours, or a universal one,
-    also of DeepSpeed."""
+    """Checkpoint to start from while the run has none of its own (path): ours, or a universal one, also
+    one written by plain DeepSpeed."""
     accept_missing: Annotated[tuple[Literal["run_state", "rng"], ...], BeforeValidator(to_tuple)] = ()
     """Parts that the checkpoint at `resume_from` may lack: `run_state` (the step is then DeepSpeed's
-    count), `rng` (random streams are then derived)."""
+    count), `rng` (random streams are then derived from the seed)."""
     model: ModelSection
     schedule: Annotated[CosineSection | WsdSection, Field(discriminator="kind")]
     batch: BatchSection
