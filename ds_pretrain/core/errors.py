@@ -34,7 +34,7 @@ EXIT_MEANINGS = {
     EXIT_NEEDS_OPERATOR: "the watchdog exhausted its recovery policy; operator action required",
     EXIT_NO_PROGRESS: "no optimizer step was applied although steps were left",
     EXIT_CANNOT_SAVE: "checkpoint saves keep failing; free disk space or fix the storage",
-    EXIT_PREEMPTED: "preempted, checkpoint saved; rerun the same command to resume",
+    EXIT_PREEMPTED: "preempted",
 }
 
 
