@@ -22,7 +22,7 @@ from ds_pretrain.monitor.logbook import INCIDENTS, Logbook
 from ds_pretrain.monitor.terminal import Terminal
 from ds_pretrain.monitor.wandb import Wandb, WandbRun, make_opener
 
-_WINDOW_STEPS = 50  # long enough to be known good, short enough to follow a batch ramp
+_WINDOW_STEPS = 50  # long enough to be steady, short enough to follow a batch ramp
 
 
 class Sink(Protocol):

@@ -1,4 +1,4 @@
-"""Tells a harmless spike from a unhealthy run: one step's record and a memory in, a verdict and a memory out.
+"""Tells a harmless spike from an unhealthy run: a step's record and a memory in, a verdict and a memory out.
 
 A pure state machine: no clock, no I/O, no randomness. Every rank runs it on the same all-rank record and
 comes to the same verdict. A value is judged before it enters the statistics, and enters them only if it was
