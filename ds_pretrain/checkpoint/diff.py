@@ -87,7 +87,7 @@ class Differences:
 
     @property
     def state(self) -> dict[str, tuple[Any, Any]]:
-        """The values of `values` that say the state of a run."""
+        """The part of `values` that belongs to the state of a run."""
         return {path: both for path, both in self.values.items() if path.startswith(_STATE)}
 
     @property

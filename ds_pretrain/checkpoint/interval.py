@@ -58,8 +58,7 @@ def format_interval_advice(costs: Costs, interval: float | None) -> Iterator[str
     if interval is not None:
         yield (
             f"checkpoint.every is about {format_seconds(interval)} at present: "
-            f"{costs.lost_fraction(interval):.2%} is "
-            "expected to be lost"
+            f"{costs.lost_fraction(interval):.2%} is expected to be lost"
         )
 
 

@@ -280,8 +280,7 @@ def _open(location: str, setting: str) -> tuple[Any, str]:
     except Exception as error:
         raise InputError(
             f"{setting}: it cannot be opened ({_describe_error(error, None)}); check the URL and the "
-            f"configuration "
-            "of the store on this host"
+            "configuration of the store on this host"
         ) from None
     if hasattr(fs, "max_concurrency"):
         fs.max_concurrency = _UPLOADS_AT_ONCE

@@ -54,8 +54,8 @@ def find_latest(
 ) -> Found | None:
     """The newest checkpoint that verifies on every rank, or None where there has never been one. Collective.
 
-    What is missing or broken here is fetched from where it was uploaded to. A folder that does not verify is
-    named with its reason and renamed, not deleted. One that `is_left`, on a branch that a rollback has
+    What is missing or broken here is fetched from the remote. A folder that does not verify is renamed, not
+    deleted, and the reason is logged. One that `is_left`, on a branch that a rollback has
     given up, is skipped; `discard_after` gives it up.
 
     Raises:
@@ -92,7 +92,7 @@ def find_latest(
 
 
 def discard_after(storage: StorageLayout, to_step: int, world: World) -> None:
-    """Give up the checkpoints after `to_step`, here and at the remote: the run went back.
+    """Give up the checkpoints after `to_step`, here and at the remote: the run was rolled back.
 
     They lose their name; the next pruning deletes them, but for pinned ones, which stay under another name.
     """

@@ -27,7 +27,7 @@ from ds_pretrain.core.state import Rollback, RunState, is_abandoned
 
 PINNED = "pinned"  # a file in a checkpoint's folder: never prune it
 KNOWN_GOOD = "known_good"  # a file in a checkpoint's folder: enough healthy steps came after it
-UPLOADED = "uploaded"  # a file in a checkpoint's folder: this very checkpoint is whole where copies go
+UPLOADED = "uploaded"  # a file in a checkpoint's folder: the remote has this very checkpoint whole
 
 
 class WallClock:
@@ -123,7 +123,7 @@ def read_branches(mark: bytes) -> list[tuple[str, str]]:
 
 
 def is_uploaded(folder: Path) -> bool:
-    """True if this very checkpoint is whole where copies go."""
+    """True if the remote has this very checkpoint whole."""
     return read_mark(folder, UPLOADED) is not None
 
 

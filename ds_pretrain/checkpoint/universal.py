@@ -60,7 +60,7 @@ def prepare_universal(
     """The universal form of a verified checkpoint: made now if none beside it verifies. Collective.
 
     Before any model is built. Rank 0 converts; others wait in short collectives, so that no timeout strikes.
-    What it wrote is read by rank 0 alone and broadcast: they may not see it yet.
+    Rank 0 alone reads what it wrote, and broadcasts it: other hosts may not see the files yet.
 
     Raises:
         InputError, RunError: on every rank, as `convert` does, or because one never sees the files.

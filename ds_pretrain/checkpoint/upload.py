@@ -60,7 +60,7 @@ class Uploader:
 
     def __init__(self, root: Path, location: str, host: int, keep: int, keep_every: Multiples | None) -> None:
         """Raises InputError if checkpoints would be uploaded to where they are."""
-        self._rounds = UploadLoop(root.absolute(), location, host, keep, keep_every)
+        self._loop = UploadLoop(root.absolute(), location, host, keep, keep_every)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         if "://" not in location and Path(location).resolve() == root.resolve():
@@ -72,7 +72,7 @@ class Uploader:
     def start(self) -> None:
         """Start the process; it uploads what an earlier one left, too."""
         try:
-            self._rounds.root.mkdir(parents=True, exist_ok=True)
+            self._loop.root.mkdir(parents=True, exist_ok=True)
             # An interpreter of its own: a child of `multiprocessing` would import the main module, and torch.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START],
@@ -82,7 +82,7 @@ class Uploader:
             )
             assert self._process.stdin is not None
             with self._process.stdin as orders:
-                pickle.dump((os.getpid(), self._rounds), orders)
+                pickle.dump((os.getpid(), self._loop), orders)
         except OSError as error:
             say(f"the upload process does not start: {error}; trying again after the next save")
 
@@ -94,7 +94,7 @@ class Uploader:
     def list_not_uploaded(self) -> list[int] | None:
         """The steps that are not whole at the remote yet, newest first; None if the disk is silent."""
         try:
-            return [parse_step(folder.name) or 0 for folder in list_not_uploaded(self._rounds.root)]
+            return [parse_step(folder.name) or 0 for folder in list_not_uploaded(self._loop.root)]
         except OSError:
             return None
 
@@ -186,14 +186,14 @@ class UploadLoop:
             except NotAsListed as error:
                 self.broken.add(save)
                 say(
-                    f"the checkpoint of step {parse_step(folder.name)} cannot be uploaded to "
+                    f"checkpoint step {parse_step(folder.name)} cannot be uploaded to "
                     f"{self.location}: {error}; it is in {folder}"
                 )
                 continue
             except (OSError, RunError) as error:
                 rest = min(IDLE_SECONDS * 2.0 ** min(self.failures, 10), _SLOWEST_SECONDS)
                 say(
-                    f"the checkpoint of step {parse_step(folder.name)} is not uploaded to {self.location} "
+                    f"checkpoint step {parse_step(folder.name)} is not uploaded to {self.location} "
                     f"yet: {error}; trying again in {rest:g} seconds"
                 )
                 break
@@ -380,7 +380,7 @@ def _mark(folder: Path, manifest: Manifest, text: bytes, location: str) -> None:
     seconds = time.time() - (folder / MANIFEST).stat().st_mtime
     mark = {
         "manifest": manifest_checksum(text),
-        "place": location,
+        "location": location,
         "bytes": sum(path.stat().st_size for path in files if path.exists()),
         "seconds": round(max(seconds, 0.0), 3),  # from publication to arrival
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

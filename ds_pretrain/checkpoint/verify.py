@@ -238,7 +238,7 @@ class _Copy:
     manifest: Manifest
     text: str
     is_here: bool  # this host's folder has this manifest
-    is_uploaded: bool  # so has the remote place
+    is_uploaded: bool  # the remote has it whole
 
 
 def _look_at_remote(storage: StorageLayout, step: int) -> FolderListing:
@@ -307,9 +307,9 @@ def _complete(
 
 
 def _refuse_passing(problem: Problem, folder: Path) -> None:
-    """A place that does not answer now says nothing of a checkpoint: no older one is taken for that."""
+    """Raise for a remote or disk that does not answer now: the checkpoint is not replaced by an older one."""
     if not problem.is_permanent:
-        raise mark_agreed(RunError(f"{problem.text}; {folder} is left as it is: start again when that works"))
+        raise mark_agreed(RunError(f"{problem.text}; {folder} is unchanged; restart when that is mended"))
 
 
 def _open(copy: _Copy, storage: StorageLayout, world: World) -> Found | str:
@@ -364,10 +364,10 @@ def _plan_fetches(
     )
     leaders = gather_objects(world, storage.find_leader(world))
     mine = {}
-    for location, name in enumerate(manifest.files):
+    for index, name in enumerate(manifest.files):
         holders = [rank for rank, leader in enumerate(leaders) if name in held[leader]]
         ranks = holders or range(world.size)
-        if ranks[location % len(ranks)] == world.rank:
+        if ranks[index % len(ranks)] == world.rank:
             here = [open_folder_as_remote(storage.root)] if holders else []
             mine[name] = [*here, *([storage.remote] if storage.remote is not None else [])]
     return mine

@@ -146,7 +146,7 @@ def _list_reads(run: Audited, history: History) -> Iterator[Read]:
     """The draws of all steps up to the newest, interval by interval of one segment and one ledger.
 
     A step that is not in the record has the ledger of the next that is: a skip begins at the earliest with
-    the draws of the first step after the checkpoint restored.
+    the draws of the first step after the restored checkpoint.
     """
     rows = history.rows
     seen = np.flatnonzero(rows["seen"])
@@ -219,7 +219,7 @@ def _start_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
 def _find_epoch_problems(run: Audited, reads: Sequence[Read]) -> Iterator[str]:
     """Tokens that were trained more than once in an epoch, counted one by one.
 
-    An epoch of a source resumes from phase to phase, whatever their sequence lengths.
+    An epoch of a source continues from phase to phase, whatever their sequence lengths.
     """
     lengths = {s.phase: s.seq_len for s in run.plan.timeline.segments}
     unit = gcd(*lengths.values())  # tokens; each sample is whole ones
@@ -343,10 +343,9 @@ def _describe_untrained(run: Audited, history: History, proof: Proof) -> Iterato
         ahead = "" if skip.stop <= ends.get(skip.phase, 0) else "; the run has not come past it yet"
         first, last = find_steps_of_skip(skip, run.ledger_of(number - 1), run.plan.timeline)
         yield (
-            f"skip {number:<6}{skip_words(skip)}, {format_count_of(skip.stop - skip.start, 'sample')}, "
-            f"which steps "
-            f"{first:,} to {last:,} would have read: {skip.cause}, decided at step {skip.step:,} of attempt "
-            f"{skip.attempt}{ahead}"
+            f"skip {number:<6}{skip_words(skip)}, {format_count_of(skip.stop - skip.start, 'sample')}, which "
+            f"steps {first:,} to {last:,} would have read: {skip.cause}, decided at step {skip.step:,} of "
+            f"attempt {skip.attempt}{ahead}"
         )
     phases = dict.fromkeys(skip.phase for skip in run.ledger.skips)
     skipped = sum(stop - start for phase in phases for start, stop in run.ledger.merged(phase))
@@ -431,8 +430,7 @@ def show_step(run: Audited, step: int, rank: int | None, attempt: int | None) ->
     if rank is not None and not 0 <= rank < (size or 0):
         raise InputError(
             f"--rank {rank}: step {step:,} of attempt {taken.attempt} was taken on {_format_ranks(size)}; "
-            f"expected "
-            f"0 to {(size or 0) - 1}"
+            f"expected 0 to {(size or 0) - 1}"
         )
     return _format_step(run, step, taken, [other for other in every if other is not taken], rank)
 

@@ -245,7 +245,7 @@ class History:
         self.taken: list[Taken] = []  # each time that the step asked for was taken
         self.problems: list[str] = []
         self._run, self._wanted = run, wanted
-        self._attempt, self._shared = 0, 1
+        self._attempt, self._sp_size = 0, 1
         self._num_rollbacks = run.record.num_inherited  # in force
         skipped = (rollback.response == "skip" for rollback in run.rollbacks)
         self._num_skips = list(accumulate(skipped, initial=0))  # of so many rollbacks
@@ -266,7 +266,7 @@ class History:
 
     def _begin(self, attempt: int) -> None:
         """A start knows of every rollback before it, also of one that a crash kept out of the record."""
-        self._attempt, self._shared = attempt, 1
+        self._attempt, self._sp_size = attempt, 1
         inherited = self._run.record.num_inherited
         own = self._run.rollbacks[inherited:]
         self._know(inherited + sum(rollback.attempt < attempt for rollback in own))
@@ -279,7 +279,7 @@ class History:
     def _start(self, step: int, record: Mapping[str, Any]) -> None:
         size, sp_size = record.get("world_size"), record.get("sequence_parallel_size")
         self.worlds[self._attempt] = size if isinstance(size, int) and size > 0 else None
-        self._shared = sp_size if isinstance(sp_size, int) and sp_size > 0 else 1
+        self._sp_size = sp_size if isinstance(sp_size, int) and sp_size > 0 else 1
         if step < 0:
             self.problems.append(
                 f"attempt {self._attempt} is recorded to begin after step {step:,}; expected 0 or more"
@@ -306,8 +306,7 @@ class History:
                 self.problems.append(
                     f"rollback {incident} is a {response} at step {step:,} to step {to_step:,} in {METRICS}, "
                     f"and a {noted.response} at step {noted.step:,} to step {noted.to_step:,} in "
-                    f"{ROLLBACKS}; "
-                    "expected the same"
+                    f"{ROLLBACKS}; expected the same"
                 )
             self._compare_skip(incident, record.get("skipped"))
         if record.get("retold") is True:
@@ -354,7 +353,7 @@ class History:
         self.rows[step] = row
         if step == self._wanted:
             world_size = self.worlds.get(self._attempt)
-            self.taken.append(Taken(self._attempt, num_skips, world_size, numbers[-1], self._shared))
+            self.taken.append(Taken(self._attempt, num_skips, world_size, numbers[-1], self._sp_size))
 
     def _taken_again(self, step: int) -> None:
         """Back without a word: by a rollback whose record is lost, or not as training does."""

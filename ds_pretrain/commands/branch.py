@@ -90,7 +90,7 @@ def execute(words: argparse.Namespace) -> int:
 
 
 def create_branch(location: Path | Remote, step: int, plan: Plan) -> None:
-    """Make the run directory of `plan` so that a start resumes from the checkpoint of `step` at `place`.
+    """Make the run directory of `plan` so that a start resumes from the checkpoint of `step` at `location`.
 
     Everything is checked first, without an engine; nothing is left behind where it fails.
 
@@ -185,14 +185,14 @@ def _find_problems(plan: Plan, parent: Parent, inputs: Inputs, record: RunRecord
 
 
 def _find_overlaps(plan: Plan, parent: Parent) -> Iterator[str]:
-    """StorageLayout of the new run that are the parent's: who deletes one takes both."""
+    """Find locations of the new run inside the parent's: deleting the one would delete both."""
     section = plan.run.checkpoint
-    storage = {
+    locations = {
         "out": plan.run.out,
         "checkpoint.local_dir": section.local_dir,
         "checkpoint.upload_to": section.upload_to,
     }
-    for key, location in storage.items():
+    for key, location in locations.items():
         if location is None:
             continue
         if "://" in location:

@@ -67,8 +67,7 @@ def _format_model(pretrained: Pretrained | None, quick: bool) -> Iterator[str]:
     elif pretrained is not None:
         yield (
             f"weights    {pretrained.folder}: names and shapes of {len(pretrained.tensors):,} tensors are "
-            f"those of the "
-            f"model (fingerprint {pretrained.fingerprint})"
+            f"those of the model (fingerprint {pretrained.fingerprint})"
         )
 
 
@@ -98,7 +97,7 @@ def format_interval(plan: Plan) -> Iterator[str]:
 
 
 def _estimate_interval(plan: Plan) -> float | None:
-    """Seconds between saves as `checkpoint.every` has them the state of a run: the first one to come."""
+    """Seconds between saves by `checkpoint.every` at the newest step: those of its shortest interval."""
     steps = _read_newest_records(plan.out, "step")
     step_seconds = _compute_median(steps, "step_seconds")
     seconds = [d.seconds for d in plan.run.checkpoint.every if d.unit == "seconds"]

@@ -25,9 +25,8 @@ def execute(words: argparse.Namespace) -> int:
     done = prepare(options)
     size = f"{format_count_of(done.documents, 'document')}, {format_count_of(done.tokens, 'token')}"
     print(
-        f"{done.prefix}: {size} ({done.dtype}, vocabulary "
-        f"{done.vocab_size:,}), longest {done.longest:,}, {done.empty_dropped:,} empty ones "
-        f"dropped, {done.tokens_per_second:,.0f} tokens/s"
+        f"{done.prefix}: {size} ({done.dtype}, vocabulary {done.vocab_size:,}), longest {done.longest:,}, "
+        f"{done.empty_dropped:,} empty ones dropped, {done.tokens_per_second:,.0f} tokens/s"
     )
     if done.replaced:
         print(

@@ -90,9 +90,8 @@ def verify_resume(
     if plan.last_step < last:
         after = "" if begin is None else f" after step {begin:,}"
         raise InputError(
-            f"{plan.run_path}: schedule.length is {format_count_of(plan.last_step, 'step')}, and the "
-            f"proof trains "
-            f"{2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
+            f"{plan.run_path}: schedule.length is {format_count_of(plan.last_step, 'step')}, and the proof "
+            f"trains {2 * steps:,}{after} (twice --steps {steps}); take fewer steps, or a longer schedule"
         )
     origin = None if begin is None else choose_folder(plan.out / "checkpoints", begin).absolute()
     workdir = Workdir(plan.out.with_name(f"{plan.out.name}.verify-resume"))
@@ -237,9 +236,8 @@ def _compare(workdir: Workdir, middle: int, last: int) -> bool:
     if different_step is None and not lines:
         print(
             f"bitwise equal: {format_count_of(states.num_tensors, 'tensor')}, "
-            f"{format_count_of(len(half), 'step')}, "
-            f"{format_count_of(states.num_streams, 'random stream')} on "
-            f"{format_count_of(states.num_ranks, 'rank')}"
+            f"{format_count_of(len(half), 'step')}, {format_count_of(states.num_streams, 'random stream')} "
+            f"on {format_count_of(states.num_ranks, 'rank')}"
         )
         return True
     print("a resumed run is not the uninterrupted one; docs/operations.md says what to look at")

@@ -1,8 +1,8 @@
 """The DeepSpeed JSON: its keys and values, what is refused and why, and what the engine is opened with.
 
-DeepSpeed ignores a misspelled top-level key without a word, takes a rate from its own scheduler when it finds
-one, and fails minutes into a start for the rest. So everything that can be known from the text is checked
-here, without importing DeepSpeed. Keys, types and bounds are those of DeepSpeed 0.19.8
+DeepSpeed ignores a misspelled top-level key without a word, takes the learning rate from its own scheduler
+when it finds one, and fails minutes into a start for the rest. So everything that can be known from the text
+is checked here, without importing DeepSpeed. Keys, types and bounds are those of DeepSpeed 0.19.8
 (https://www.deepspeed.ai/docs/config-json/); tests compare them with its source, so that a moved pin is
 noticed.
 """

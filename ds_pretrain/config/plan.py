@@ -91,8 +91,8 @@ class Plan:
     def upload_to(self) -> str | None:
         """The location that checkpoints are uploaded to."""
         section = self.run.checkpoint
-        sp_size = str(self.out / "checkpoints") if section.local_dir is not None else None
-        return section.upload_to or sp_size
+        default = str(self.out / "checkpoints") if section.local_dir is not None else None
+        return section.upload_to or default
 
     def phase_at(self, step: int) -> PhaseSection:
         """The phase of the update that follows `step` finished steps."""
@@ -246,8 +246,7 @@ def check_world(plan: Plan, world_size: int, world_source: str) -> list[str]:
     if other_counts:
         problems.append(
             f"{'; '.join(other_counts)}, but batch.gradient_accumulation_steps = {asked}; delete "
-            f"batch.gradient_accumulation_steps, or "
-            "change the batch or the number of ranks"
+            "batch.gradient_accumulation_steps, or change the batch or the number of ranks"
         )
     first = plan.timeline.segments[0]
     count = count_micro_batches(first.sequences, plan.micro_batch_size(0), world_size // sp_size)
@@ -303,9 +302,8 @@ def drop_problems(plan: Plan) -> Iterator[str]:
     for (what, why), is_missing in needs.items():
         if is_missing:
             yield (
-                f"{plan.run_path}: watchdog.skip_update_sigmas needs {what} in {plan.run.deepspeed}: "
-                f"{why}; or "
-                "delete skip_update_sigmas"
+                f"{plan.run_path}: watchdog.skip_update_sigmas needs {what} in {plan.run.deepspeed}: {why}; "
+                "or delete skip_update_sigmas"
             )
 
 
@@ -536,8 +534,8 @@ def _check_batch(run: Run) -> Iterator[str]:
                 key = f"phases.{phase.name}.micro_batch_size" if own else "batch.micro_batch_size"
                 yield (
                     f"{name} = {tokens:,} is {format_count_of(whole, 'sequence')} of {length}, which no "
-                    f"number of "
-                    f"ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: {nearest}"
+                    f"number of ranks divides into whole micro-batches of {key} = {micro:,}; nearest {name}: "
+                    f"{nearest}"
                 )
 
 

@@ -21,7 +21,7 @@ def cosine_fraction(step: int, length: int, warmup: int, floor: float) -> float:
 
 
 def wsd_fraction(step: int, length: int, warmup: int, decay: int, shape: DecayShape, floor: float) -> float:
-    """Warmup, a stable interval at the peak, then a decay to `floor` (Hu et al., arXiv:2404.06395).
+    """Warmup, a stable part at the peak, then a decay to `floor` (Hu et al., arXiv:2404.06395).
 
     1-sqrt: Hagele et al., arXiv:2405.18392.
     """

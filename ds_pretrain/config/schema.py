@@ -38,9 +38,8 @@ def check_path(value: str) -> str:
     """A file or folder of this host. Raises ValueError for what no file system can mean by it."""
     if not value.strip() or "\0" in value or value.startswith("~") or "://" in value:
         raise ValueError(
-            f"{show_value(value)} is not a path on this host; write one like data/web or /data/web (only "
-            f"a shell "
-            "replaces ~)"
+            f"{show_value(value)} is not a path on this host; write one like data/web or /data/web (only a "
+            "shell replaces ~)"
         )
     return value
 

@@ -20,7 +20,7 @@ from ds_pretrain.core.errors import InputError, RunError, mark_agreed
 
 Result = TypeVar("Result")
 PROGRESS_SECONDS = 30.0
-_MOST_TOLD = 8  # ranks may fail by the thousand, for one reason
+_MOST_SHOWN = 8  # ranks may fail by the thousand, for one reason
 
 log = logging.getLogger("ds_pretrain")
 EVERY_RANK: Final = {"every_rank": True}  # `extra` of a record that any rank logs, not rank 0 alone
@@ -144,7 +144,7 @@ def run_on_each_rank(
     """Return what `act` returns on each rank, in rank order, however long it takes. Collective.
 
     Each rank works in a thread, and all meet every `poll_seconds`: no timeout of a collective strikes, and
-    no rank that fails leaves the others waiting. With `what`, rank 0 logs every 30 s that it continues.
+    no rank that fails leaves the others waiting. With `what`, rank 0 logs every 30 s that it still runs.
 
     Raises:
         RunError: one error on every rank, with what each rank raised; InputError if all were of that kind.
@@ -202,8 +202,8 @@ def _unwrap(outcomes: Sequence[_Outcome]) -> list[Any]:
     )
     if all(outcome.is_input for outcome in failed):
         raise mark_agreed(InputError(problems))
-    more = [f"{len(problems) - _MOST_TOLD} more like these"] if len(problems) > _MOST_TOLD else []
-    raise mark_agreed(RunError("; ".join([*problems[:_MOST_TOLD], *more])))
+    more = [f"{len(problems) - _MOST_SHOWN} more like these"] if len(problems) > _MOST_SHOWN else []
+    raise mark_agreed(RunError("; ".join([*problems[:_MOST_SHOWN], *more])))
 
 
 def barrier(world: World) -> None:

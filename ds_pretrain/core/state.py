@@ -196,9 +196,9 @@ class RunState:
 
 
 def is_abandoned(state: RunState, rollbacks: Sequence[Rollback], heeds_stop: bool = True) -> bool:
-    """True if a checkpoint's state lies on a branch that a rollback since has left.
+    """True if a later rollback abandoned a checkpoint's state.
 
-    Without `heeds_stop`, not if all that happened since is a stop: an operator resumes from where it stood.
+    Without `heeds_stop`, a stop abandons nothing: an operator may resume where the run stood.
     """
     later = rollbacks[len(state.rollbacks) :]
     return any(state.step > r.to_step for r in later if heeds_stop or r.response != "stop")

@@ -45,7 +45,7 @@ class ChosenTokens:
         return self.shape[0] * self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        """An interval of consecutive tokens. O(log documents + documents in it + tokens in it)."""
+        """Return consecutive tokens. O(log documents + documents in it + tokens in it)."""
         start, stop, _ = part.indices(self.shape[0])
         if start >= stop:
             return self.corpus[:0]
@@ -95,9 +95,8 @@ def open_filtered(
     if not lengths.sum():
         raise InputError(
             f"{corpus_file(source.prefix, 'idx')}: none of its "
-            f"{format_count_of(source.num_documents, 'document')} has "
-            f"{words}: the shortest has {shortest:,} and the longest {longest:,}; change "
-            "min_document_tokens or max_document_tokens"
+            f"{format_count_of(source.num_documents, 'document')} has {words}: the shortest has {shortest:,} "
+            f"and the longest {longest:,}; change min_document_tokens or max_document_tokens"
         )
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     stream = ChosenTokens(np.asarray(source.stream), documents, origins, starts, words)

@@ -298,8 +298,8 @@ def _find_sidecar_problems(source: TokenSource) -> list[str]:
     found = {"dtype": source.dtype.name, "tokens": source.num_tokens, "documents": source.num_documents}
     return [
         f"{corpus_file(source.prefix, 'json')}: {name} = {source.sidecar[name]!r}, but the index says "
-        f"{value!r}; "
-        "they belong to different corpora: copy all three files together, or prepare the source again"
+        f"{value!r}; they belong to different corpora: copy all three files together, or prepare the source "
+        "again"
         for name, value in found.items()
         if source.sidecar is not None and name in source.sidecar and source.sidecar[name] != value
     ]
@@ -403,7 +403,7 @@ def partial_folder(prefix: Path) -> Path:
 
 
 def _open_at(path: Path, size: int) -> BinaryIO:
-    """Open for appending at `size`; what a killed writer wrote beyond is skipped."""
+    """Open for appending at `size`; what a killed writer wrote beyond is truncated."""
     if size and path.stat().st_size < size:
         raise InputError(
             f"{path}: {path.stat().st_size} bytes, expected at least {size}; remove {path.parent}"

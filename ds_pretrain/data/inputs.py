@@ -1,4 +1,4 @@
-"""The files and data sets behind the words that an operator gives to `prepare`, and the documents in them.
+"""The files and data sets behind the arguments of `prepare`, and the documents in them.
 
 Plain text is read here; everything with columns is read by `datasets`, streaming.
 """

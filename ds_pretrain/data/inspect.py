@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # sequences added up at once, so that an index of any length n
 
 @dataclass(frozen=True)
 class SourceReport:
-    """The learning rate at which documents end in a source, and warnings about it."""
+    """How often documents end in a source, and warnings about it."""
 
     eos_per_million: float | None  # None: nobody said which id ends a document
     warnings: tuple[str, ...]
@@ -43,9 +43,8 @@ def check_source(
         chosen = get_chosen_tokens(source)
         where = "" if chosen is None else f"in documents of {chosen.words}: "
         problems.append(
-            f"{corpus_file(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one "
-            f"sample of "
-            f"{seq_len} + 1; shorten the sequence or prepare more text"
+            f"{corpus_file(source.prefix, 'bin')}: {where}{source.num_tokens} tokens, fewer than one sample "
+            f"of {seq_len} + 1; shorten the sequence or prepare more text"
         )
     problems += _find_sidecar_problems(source, vocab_size)
     return problems + _find_range_problems(source, vocab_size, scan_tokens)
@@ -77,8 +76,8 @@ def _find_sidecar_problems(source: TokenSource, vocab_size: int) -> list[str]:
     if (vocabulary := sidecar.get("vocab_size", 0)) > vocab_size:
         problems.append(
             f"{path}: its tokenizer {sidecar.get('tokenizer')!r} has {vocabulary} entries, added tokens "
-            f"included, but the model's vocabulary is {vocab_size}; "
-            f"set vocab_size in the model config to at least {vocabulary}"
+            f"included, but the model's vocabulary is {vocab_size}; set vocab_size in the model config to at "
+            f"least {vocabulary}"
         )
     elif (largest := sidecar.get("max_id", -1)) >= vocab_size:
         problems.append(
@@ -97,10 +96,9 @@ def _find_range_problems(source: TokenSource, vocab_size: int, scan_tokens: int)
             chosen = get_chosen_tokens(source)
             token = start + at if chosen is None else chosen.origin_of(start + at)
             return [
-                f"{corpus_file(source.prefix, 'bin')}: offset {token * source.dtype.itemsize}: "
-                f"token {token} has id {block[at]}, "
-                f"outside the model's vocabulary of {vocab_size}; the model config has another tokenizer's "
-                f"vocab_size, or the file is not {source.dtype.name}"
+                f"{corpus_file(source.prefix, 'bin')}: offset {token * source.dtype.itemsize}: token {token} "
+                f"has id {block[at]}, outside the model's vocabulary of {vocab_size}; the model config has "
+                f"another tokenizer's vocab_size, or the file is not {source.dtype.name}"
             ]
     return []
 
@@ -117,7 +115,7 @@ def _read_blocks(source: TokenSource, scan_tokens: int) -> Iterator[tuple[int, N
 
 @dataclass(frozen=True)
 class Passage:
-    """One sample, as an operator looks at it."""
+    """One sample, as `audit --step` shows it."""
 
     source: str
     epoch: int

@@ -73,7 +73,7 @@ class BatchLoader:
         self.sampler = sampler
         self.sources = sources
         self._world = world
-        self._micro_sequences = micro_batch_size
+        self._micro_batch_sizes = micro_batch_size
         self._mask_documents = mask_documents
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: dict[tuple[int, SkipLedger], Future[Batch]] = {}
@@ -129,7 +129,7 @@ class BatchLoader:
         return [batch for batch, _ in dealt], sum(compute_checksums(rows))
 
     def _micro_at(self, step: int) -> int:
-        return self._micro_sequences[self.sampler.timeline.at(step).phase]
+        return self._micro_batch_sizes[self.sampler.timeline.at(step).phase]
 
     def _read(self, step: int, ledger: SkipLedger) -> Batch:
         micro = self._micro_at(step)

@@ -208,9 +208,8 @@ def find_overlaps(sources: Mapping[str, TokenSource]) -> Iterator[str]:
         if tokens:
             yield (
                 f"sources.{one} and sources.{other} have {format_count_of(documents, 'document')} of "
-                f"{first.prefix} in common, {format_count_of(tokens, 'token')}: each repeats what the "
-                f"other reads, "
-                "and their epochs are counted apart"
+                f"{first.prefix} in common, {format_count_of(tokens, 'token')}: each repeats what the other "
+                "reads, and their epochs are counted apart"
             )
 
 

@@ -66,8 +66,7 @@ def compose(
     if ranks is not None and ranks != count_ranks(hosts):
         raise InputError(
             f"--ranks {ranks}, but hostfile {hostfile} has {count_ranks(hosts)} slots on {len(hosts)} "
-            f"host(s); "
-            "change one, or leave --ranks out"
+            "host(s); change one, or leave --ranks out"
         )
     if len(hosts) == 1 and hosts[0].is_here:
         return _build_for_one_entry(words, hosts, hostfile, master_port, module, environment)
@@ -185,14 +184,14 @@ def _build_over_ssh(
     environment = {**environment, **_put_own_programs_first(environment)}
     if environment.get("DS_ACCELERATOR") == "cpu":  # said, not guessed: this host need not be like the others
         environment |= _build_cpu_settings(max(host.slots for host in hosts), environment)
-    uploaded, withheld = select_variables(environment, Path.cwd())
+    forwarded, withheld = select_variables(environment, Path.cwd())
     argv = [*_build_launcher(environment), "--hostfile", str(hostfile)]
     argv += ["--force_multi"] if len(hosts) == 1 else []  # or the launcher would train here instead of there
     argv += ["--master_addr", master_addr] if master_addr is not None else []
     argv += ["--master_port", str(DEFAULT_PORT if master_port is None else master_port)]
     argv += ["--ssh_port", str(ssh_port)] if ssh_port is not None else []
     argv += ["--module", module, *map(quote_for_remote_shell, words)]
-    return Command(tuple(argv), {}, hosts, over_ssh=True, forwarded=uploaded, withheld=withheld)
+    return Command(tuple(argv), {}, hosts, over_ssh=True, forwarded=forwarded, withheld=withheld)
 
 
 def _build_launcher(environment: Mapping[str, str]) -> list[str]:

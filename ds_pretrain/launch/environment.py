@@ -43,20 +43,20 @@ def select_variables(environment: Mapping[str, str], current: Path) -> tuple[dic
         and _LOCAL_ONLY.fullmatch(name) is None
     }
     withheld = tuple(sorted(name for name in chosen if is_secret(name)))
-    uploaded = {name: value for name, value in chosen.items() if name not in withheld}
-    uploaded["PYTHONPATH"] = ":".join(filter(None, [str(current), environment.get("PYTHONPATH", "")]))
+    forwarded = {name: value for name, value in chosen.items() if name not in withheld}
+    forwarded["PYTHONPATH"] = ":".join(filter(None, [str(current), environment.get("PYTHONPATH", "")]))
     for folder in (Path(environment.get("HOME", "/nonexistent")), current):
         path = folder / environment.get("DS_ENV_FILE", ".deepspeed_env")
         if path.is_file():
-            uploaded |= read_environment_file(path)
+            forwarded |= read_environment_file(path)
     problems = [
         f"environment variable {name} cannot be sent to other hosts: {reason}; unset it or change its value"
-        for name, value in sorted(uploaded.items())
+        for name, value in sorted(forwarded.items())
         if (reason := _find_reason_to_refuse(value))
     ]
     if problems:
         raise InputError(problems)
-    return uploaded, tuple(name for name in withheld if name not in uploaded)
+    return forwarded, tuple(name for name in withheld if name not in forwarded)
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
@@ -82,9 +82,9 @@ def read_environment_file(path: Path) -> dict[str, str]:
     return entries
 
 
-def format_environment_file(uploaded: Mapping[str, str]) -> str:
-    """The text of the file that `deepspeed` must read so that `uploaded` arrives unchanged."""
-    return "".join(f"{name}={_quote_double(value)}\n" for name, value in sorted(uploaded.items()))
+def format_environment_file(forwarded: Mapping[str, str]) -> str:
+    """The text of the file that `deepspeed` must read so that `forwarded` arrives unchanged."""
+    return "".join(f"{name}={_quote_double(value)}\n" for name, value in sorted(forwarded.items()))
 
 
 def quote_for_remote_shell(word: str) -> str:

@@ -58,8 +58,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"hostfile {path}: cannot be read ({_describe_error(error)}); give an existing file with one "
-            f"line "
-            "`name slots=N` a host, or leave --hostfile out to train on this host alone"
+            "line `name slots=N` a host, or leave --hostfile out to train on this host alone"
         ) from error
     hosts, problems = _parse(lines)
     if not hosts and not problems:

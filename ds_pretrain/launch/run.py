@@ -74,7 +74,7 @@ def _prepare(command: Command, out: Path) -> dict[str, str]:
     if command.over_ssh:
         path = out.absolute() / "deepspeed_env"
         write_atomic(path, "")
-        path.chmod(0o600)  # before it has content: an operator may have put a secret into it
+        path.chmod(0o600)  # before it has content: a value in it may be a secret
         with path.open("w", encoding="utf-8") as file:
             file.write(format_environment_file(command.forwarded))
         environment["DS_ENV_FILE"] = str(path)
@@ -154,8 +154,8 @@ def _refuse_second_start(out: Path) -> None:
     alive = list_alive_ranks(read_ranks(out), read_past_hosts(out))
     if alive:
         raise InputError(
-            f"{out}: this run is running already: {_format_pids(alive)}; "
-            f"stop it with `touch {stop_file(out)}` and wait, or give another `out`"
+            f"{out}: this run is running already: {_format_pids(alive)}; stop it with `touch "
+            f"{stop_file(out)}` and wait, or give another `out`"
         )
 
 

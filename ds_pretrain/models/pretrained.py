@@ -187,9 +187,8 @@ def _read(file: Path, name: str, dtype: Any) -> Any | str:
         )
     if num_wrong := int((~values.isfinite()).sum()):
         return (
-            f"model.pretrained: {file}: {name} has {num_wrong:,} of {values.numel():,} values that are "
-            f"NaN or "
-            f"infinite in {str(dtype).removeprefix('torch.')}; download it again, or take another model"
+            f"model.pretrained: {file}: {name} has {num_wrong:,} of {values.numel():,} values that are NaN "
+            f"or infinite in {str(dtype).removeprefix('torch.')}; download it again, or take another model"
         )
     return values
 
@@ -226,12 +225,9 @@ def check_pretrained(model: Any, pretrained: Pretrained) -> list[str]:
     ]
     if coded:
         problems.append(
-            f"model.pretrained: {pretrained.folder} has {len(coded)} of the model's tensors as numbers "
-            f"that no "
-            f"weights "
-            f"are trained as: {join_listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take the model "
-            f"from "
-            "before it was quantized"
+            f"model.pretrained: {pretrained.folder} has {len(coded)} of the model's tensors as numbers that "
+            f"no weights are trained as: {join_listed(coded, _SHOWN)}; expected {', '.join(_KINDS)}: take "
+            "the model from before it was quantized"
         )
     if surplus:
         problems.append(
@@ -283,7 +279,6 @@ def _find_untied(names: dict[str, list[str]], pretrained: Pretrained) -> Iterato
                 if not one.get_tensor(first).nan_to_num().equal(two.get_tensor(other).nan_to_num()):
                     yield (
                         f"model.pretrained: {pretrained.folder} has {first} and {other} with different "
-                        f"values, "
-                        f"and its "
+                        "values, and its "
                         'config ties them; set "tie_word_embeddings" to false there'
                     )

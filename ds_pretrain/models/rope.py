@@ -58,8 +58,8 @@ def check_rotary_tables(module: nn.Module) -> list[str]:
             name = f"{names[id(rotary)]}.{key}"
             if table.dtype != torch.float32:
                 problems.append(
-                    f"{name} is in {table.dtype}; expected torch.float32: "
-                    "something cast it after it was computed"
+                    f"{name} is in {table.dtype}; expected torch.float32: something cast it after it was "
+                    "computed"
                 )
             elif not torch.equal(table.cpu(), fresh[key].cpu()):
                 problems.append(f"{name} is not what its config makes: {rotary.config.rope_parameters}")

@@ -361,9 +361,8 @@ def _check_length(
     if 0 < reach < seq_len and after.original_max_position_embeddings:
         yield (
             f"{where}: factor {after.factor:g} x {after.original_max_position_embeddings:,} original "
-            f"positions = "
-            f"{reach:,.10g} are fewer than seq_len = {seq_len:,}; the smallest factor that does is "
-            f"{_format_smallest_factor(seq_len, after.original_max_position_embeddings)}"
+            f"positions = {reach:,.10g} are fewer than seq_len = {seq_len:,}; the smallest factor that does "
+            f"is {_format_smallest_factor(seq_len, after.original_max_position_embeddings)}"
         )
 
 

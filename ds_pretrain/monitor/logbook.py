@@ -61,7 +61,7 @@ _PLAIN = {
     "non_finite": "a non-finite loss or gradient norm",
     "worse_than_guessing": "a loss worse than guessing",
     "outlier_norm": "an outlier gradient norm",
-    "came_back": "it recurred",
+    "recurred": "it recurred",
     "passing_fault": "a passing fault",
     "data_or_state": "the data or the state",
     "other_ranks": "not to be compared, on another number of ranks",
@@ -347,9 +347,8 @@ def _format_skipped(skipped: Record | None) -> str:
     )
     return (
         f"Skipped: {format_count_of(skipped['num_samples'], 'sample')} ({named}) of phase "
-        f"{_format_line(skipped['phase'])}, "
-        f"draws {skipped['start']:,} to {skipped['stop'] - 1:,}. The exact ids are in incidents.jsonl; "
-        "`ds-pretrain audit RUN --skipped` lists them."
+        f"{_format_line(skipped['phase'])}, draws {skipped['start']:,} to {skipped['stop'] - 1:,}. The exact "
+        "ids are in incidents.jsonl; `ds-pretrain audit RUN --skipped` lists them."
     )
 
 
@@ -360,9 +359,9 @@ def _format_high_loss_samples(record: Record) -> Iterator[str]:
         f"highest loss under the restored weights."
     )
     lines = [
-        f"loss {one['loss']:.4g}  {_format_line(one['source'])}, documents "
-        f"{_format_line(one['documents'])}, sample "
-        f"{one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  {_format_line(one['text'], 120)}"
+        f"loss {one['loss']:.4g}  {_format_line(one['source'])}, documents {_format_line(one['documents'])}, "
+        f"sample {one['sample']:,} (epoch {one['epoch']}), step {one['step']:,}  "
+        f"{_format_line(one['text'], 120)}"
         for one in samples[:_MOST_SAMPLES]
     ]
     if samples:
@@ -434,8 +433,7 @@ def describe_worst_rank(record: Record) -> str | None:
     usual = f"the median of the others was {median(others):.4g}" if others else "no other is finite"
     return (
         f"At step {step:,} {who}{f' on {_format_line(hosts)}' if hosts else ''} stood out most of "
-        f"{len(losses):,} "
-        f"{ranks}, with a loss of {losses[reader]:.4g}; {usual}."
+        f"{len(losses):,} {ranks}, with a loss of {losses[reader]:.4g}; {usual}."
     )
 
 

@@ -74,7 +74,9 @@ def format_event(record: Mapping[str, Any]) -> str:
         return f"data{at}  {record['phase']}: {read}"
     skip = ("event", "step", "attempt", "time")
     fields = {k: v for k, v in record.items() if k not in skip and v is not None}
-    return "  ".join([f"{kind}{at}", *(f"{k} {_format_field(k, v)}" for k, v in fields.items())])
+    words = [(name, _format_field(name, value)) for name, value in fields.items()]
+    parts = (text if text.startswith(f"{name} ") else f"{name} {text}" for name, text in words)
+    return "  ".join([f"{kind}{at}", *parts])
 
 
 def _format_validation(source: str, record: Mapping[str, Any]) -> str:

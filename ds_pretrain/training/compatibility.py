@@ -228,8 +228,7 @@ def find_config_differences(plan: Plan, base: Pretrained) -> Iterator[str]:
     ).items():
         yield (
             f"{plan.run_path}: model.config = {plan.run.model.config} says {key} = {show_value(now)}, and "
-            f"{own} "
-            f"says {show_value(before)}; leave model.config out, or make them equal"
+            f"{own} says {show_value(before)}; leave model.config out, or make them equal"
         )
 
 

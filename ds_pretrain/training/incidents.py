@@ -142,9 +142,9 @@ class Incidents:
         """Trouble that began at `onset`: that of which rollback is it again?"""
         for number in [n for n, r in self._open.items() if self._is_same_onset(r, onset)]:
             rollback = self._open.pop(number)
-            self._conclude(number, step, came_back=True)
+            self._conclude(number, step, recurred=True)
             message = f"the trouble of step {rollback.onset:,} recurred at step {onset:,}"
-            self._monitor.event("outcome", incident=number, step=step, outcome="came_back", message=message)
+            self._monitor.event("outcome", incident=number, step=step, outcome="recurred", message=message)
 
     def record_decision(
         self, kind: str, number: int, rollback: Rollback, verdict: Verdict, reason: str, **more: Any
@@ -230,20 +230,20 @@ class Incidents:
         """Report the outcome of each rollback whose place has been passed in health."""
         for number in [n for n, r in self._open.items() if state.step >= r.step + self._patience]:
             rollback = self._open.pop(number)
-            self._conclude(number, state.step, came_back=False)
+            self._conclude(number, state.step, recurred=False)
             message = (
                 f"{self._patience} healthy steps after step {rollback.step:,}: {_OUTCOMES[rollback.response]}"
             )
             self._monitor.report("outcome", message, incident=number, step=state.step, outcome="healed")
 
-    def _conclude(self, number: int, step: int, came_back: bool) -> None:
+    def _conclude(self, number: int, step: int, recurred: bool) -> None:
         """Report what a replay showed, once."""
         self._concluded.add(number)
         replay = self._replay
         if replay is None or replay.incident != number:
             return
         self._replay = None
-        compared = conclude(replay, came_back)
+        compared = conclude(replay, recurred)
         difference = replay.difference
         self._monitor.report(
             "replay_compared",

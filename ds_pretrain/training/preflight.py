@@ -431,7 +431,7 @@ def _compute_lr(plan: Plan, step: int) -> float:
 
 
 def draw_lr(plan: Plan) -> list[str]:
-    """The learning rate, a column an interval of steps; below it the phases and where each begins."""
+    """Draw the learning rate, one column per interval of steps; below it the phases, each where it begins."""
     width = min(_PLOT_WIDTH, plan.last_step)
     steps = [column * (plan.last_step - 1) // max(1, width - 1) for column in range(width)]
     phases = ["-"] * width
@@ -549,9 +549,8 @@ def _check_retrieval(plan: Plan) -> Iterator[str]:
     if _uses_retrieval(plan) and (odd := sorted(n for n in prompts if n % sp_size)):
         yield (
             f"validation.retrieval = true asks in prompts of {', '.join(map(str, odd))} tokens, which "
-            f"sequence_parallel_size = {sp_size} of {plan.run.deepspeed} does not divide; set it to "
-            f"false, or "
-            "take a power of two"
+            f"sequence_parallel_size = {sp_size} of {plan.run.deepspeed} does not divide; set it to false, "
+            "or take a power of two"
         )
 
 

@@ -180,7 +180,7 @@ def find_lost_checkpoints(out: Path, checkpoints: Path) -> list[str]:
 def read_newest_known_run(checkpoints: Path) -> KnownRun | None:
     """Read what the newest readable checkpoint of a folder remembers; None if there is none.
 
-    It reads the small files alone, and skips what a start would renamed.
+    It reads the small files alone, and skips what a start would rename.
     """
     try:
         folders = list_published(checkpoints)

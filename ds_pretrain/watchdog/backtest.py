@@ -177,7 +177,7 @@ class RecordedCurve:
                 self.num_left_out += 1
                 return
             if self.points and point.step <= self.points[-1].step:
-                self._go_back(point.step)
+                self._rewind(point.step)
             self._judge(point)
 
     def _judge(self, point: Point) -> None:
@@ -187,7 +187,7 @@ class RecordedCurve:
         self.points.append(point)
         self.verdicts.append(verdict)
 
-    def _go_back(self, step: int) -> None:
+    def _rewind(self, step: int) -> None:
         """To before `step`: what stays since the last memory that was kept is judged again."""
         index = bisect_left(self.points, step, key=_get_step)
         self._left = self.points[index:], self.verdicts[index:]

@@ -17,7 +17,7 @@ from ds_pretrain.watchdog.stats import accept, compute_score, count_last_above, 
 
 LOSS_FLOOR = 0.002  # least sigma of the loss, as a share of it
 LOSS_FLOOR_NATS = 0.001  # and in nats, for a run that has learned its data by heart
-DRIFT_SPREADS = 1.5  # a drift is at least that many sigmas, whatever `drift` allows
+DRIFT_SIGMAS = 1.5  # a drift is at least that many sigmas, whatever `drift_threshold` allows
 HEALED_SHARE = 1 / 2  # of the threshold: it is over below that
 RECOVERY_STEPS = 2  # in a row: a noisy loss has single normal values in the midst of a jump
 MOST_WINDOWS_FALLEN = 10  # a loss that comes back within so many windows may come back
@@ -201,7 +201,7 @@ def _judge_return(memory: WatchdogState, record: StepLike, spike: Streak) -> Jud
 
 
 def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
-    """A rise of the mean of recent losses above the lowest level so far, in share and in sigmas."""
+    """A rise of the mean of recent losses above the lowest level so far, as a fraction and in sigmas."""
     usual = memory.loss
     is_open = memory.spike is not None or memory.fall is not None  # then nothing was accepted
     if is_open or not is_warm(settings, usual) or len(usual.recent) < count_recent(settings.window):
@@ -211,10 +211,10 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     # A high interval that is over, and was accepted in the warm-up, is no rise: the later half counts too.
     level = min(fmean(usual.recent), fmean(usual.recent[len(usual.recent) // 2 :]))
     usual_level = max(lowest, _get_level_before_fall(settings, memory) or 0.0)
-    spread = max(usual.mad_sigma, _compute_loss_floor(usual))
+    sigma = max(usual.mad_sigma, _compute_loss_floor(usual))
     rise = level - usual_level
     drift = min(
-        rise / (settings.drift_threshold * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SPREADS * spread)
+        rise / (settings.drift_threshold * max(usual_level, LOSS_FLOOR_NATS)), rise / (DRIFT_SIGMAS * sigma)
     )
     halfway = None if drift < 0.5 else memory.drift_halfway or memory.step
     memory = replace(memory, slow_level=slow, lowest_level=lowest, drift_halfway=halfway)
@@ -223,7 +223,7 @@ def _judge_drift(settings: WatchdogSection, memory: WatchdogState) -> Judged:
     onset = max(1, 2 * halfway - memory.step)  # as much before half the rise as this is after it
     message = (
         f"the mean of the last {len(usual.recent)} losses rose from {usual_level:.4g} to "
-        f"{level:.4g} ({rise / spread:.1f} sigmas), since about step {onset}"
+        f"{level:.4g} ({rise / sigma:.1f} sigmas), since about step {onset}"
     )
     return memory, Verdict("roll_back" if drift >= 1 else "watch", "drift", onset, message)
 
@@ -275,7 +275,7 @@ def _judge_norm(settings: WatchdogSection, memory: WatchdogState, record: StepLi
         return memory, OK
     value = log(max(norm, SMALLEST_NORM))
     if record.update_applied is False:
-        return _judge_dropped(settings, memory, norm, value, stride)
+        return _judge_skipped_update(settings, memory, norm, value, stride)
     if memory.spike is not None or memory.fall is not None:
         return memory, OK
     if (
@@ -291,7 +291,7 @@ def _judge_norm(settings: WatchdogSection, memory: WatchdogState, record: StepLi
     return memory, Verdict("watch", "norm_rise", rise.onset, message)
 
 
-def _judge_dropped(
+def _judge_skipped_update(
     settings: WatchdogSection, memory: WatchdogState, norm: float, value: float, stride: int
 ) -> Judged:
     """The weights are clean, and the norm enters no statistics, whatever it was. Also in an open spike."""

@@ -87,14 +87,13 @@ def find_difference(step: int, first: ReplayedStep, again: ReplayedStep) -> Diff
     return None
 
 
-def conclude(replay: Replay, came_back: bool) -> Comparison:
+def conclude(replay: Replay, recurred: bool) -> Comparison:
     """Conclude what a replay showed once it passed the onset, or met the same trouble again."""
     if replay.num_other_ranks:
         return Comparison(
             "other_ranks",
-            f"{format_count_of(replay.num_other_ranks, 'step')} ran on another number of ranks, or of "
-            f"ranks a "
-            "sequence, the first time, and cannot be compared bit for bit",
+            f"{format_count_of(replay.num_other_ranks, 'step')} ran on another number of ranks, or of ranks "
+            "a sequence, the first time, and cannot be compared bit for bit",
         )
     if not replay.num_compared:
         return Comparison("unknown", "metrics.jsonl lacks the first pass, so the replay cannot be compared")
@@ -111,7 +110,7 @@ def conclude(replay: Replay, came_back: bool) -> Comparison:
             f"step {difference.step:,} read other data than the first time: has a source changed?",
         )
     where = _describe_location(replay, difference)
-    if came_back:
+    if recurred:
         return Comparison(
             "data_or_state",
             f"it came back, though step {difference.step:,} is not the same to the bit ({where}): the run is "

@@ -1,7 +1,7 @@
 """Write-ahead log of rollbacks, persisted before weights are loaded, so a crash resumes the rollback.
 
 `rollbacks.json` in the run directory holds the rollbacks and the skip ledger. A checkpoint with fewer
-rollbacks lies on the branch that was left, if it is newer than what was restored; else a run resumes from
+rollbacks is abandoned, if it is newer than what was restored; else a run resumes from
 it, with the rollbacks and the ledger from here. A stop is written down like a rollback, with the checkpoint
 that the next start resumes from.
 """
@@ -31,7 +31,7 @@ class RollbackLog:
         return SkipLedger(self.skips)
 
     def is_abandoned(self, state: RunState, heeds_stop: bool = True) -> bool:
-        """True if a checkpoint's state lies on a branch that was left (see `is_abandoned`)."""
+        """True if a rollback abandoned a checkpoint's state (see `core.state.is_abandoned`)."""
         return is_abandoned(state, self.rollbacks, heeds_stop)
 
     def apply_to(self, state: RunState) -> RunState:

@@ -1,9 +1,9 @@
 """Rolling median and MAD statistics of a series; rejected values do not update them.
 
-The centre is the median of the last few accepted values, which follows a falling loss; how far values lie
-from that centre, one step ahead, is a series of its own, with a median (the lag behind a trend) and a sigma
-(1.4826 MAD, the standard deviation of a normal distribution: Rousseeuw & Croux, 1993). A tenth of all values
-may be wild without moving either much.
+The median is that of the last few accepted values, so it follows a falling loss. The residuals (each value
+minus the median before it) are a series of their own: their median is the trend, and 1.4826 times their MAD
+is sigma, the standard deviation of a normal distribution (Rousseeuw & Croux, 1993). A tenth of all values
+may be outliers without moving either much.
 """
 
 from dataclasses import replace
@@ -17,15 +17,15 @@ _MAD_TO_SIGMA = 1.4826
 def compute_score(usual: RunningStats, value: float, floor: float) -> float:
     """Return how many sigmas `value` lies above what is expected; a sigma is at least `floor`.
 
-    At most twice as many as it lies above the centre: else the mere end of a steep fall would be a rise.
+    At most twice as many as it lies above the median: else the mere end of a steep fall would be a rise.
     """
-    spread = max(usual.mad_sigma, floor)
-    above_centre = (value - usual.median) / spread
-    return min(above_centre - usual.trend / spread, max(0.0, 2 * above_centre))
+    sigma = max(usual.mad_sigma, floor)
+    above_median = (value - usual.median) / sigma
+    return min(above_median - usual.trend / sigma, max(0.0, 2 * above_median))
 
 
 def accept(usual: RunningStats, value: float, window: int) -> RunningStats:
-    """Append a value that was judged. Lag and spread cost most: refreshed twenty a window."""
+    """Append a value that was judged. Trend and sigma cost most: they are refreshed twenty times a window."""
     num_accepted = usual.num_accepted + 1
     recent = (*usual.recent[-(count_recent(window) - 1) :], value)
     if not usual.recent:
@@ -33,8 +33,8 @@ def accept(usual: RunningStats, value: float, window: int) -> RunningStats:
     residuals = (*usual.residuals[-(window - 1) :], value - usual.median)
     if num_accepted % max(1, window // 20) and num_accepted > window // 2:
         return RunningStats(recent, residuals, num_accepted, usual.trend, usual.mad_sigma)
-    lag, spread = compute_trend_and_sigma(residuals)
-    return RunningStats(recent, residuals, num_accepted, lag, spread)
+    trend, sigma = compute_trend_and_sigma(residuals)
+    return RunningStats(recent, residuals, num_accepted, trend, sigma)
 
 
 def count_recent(window: int) -> int:

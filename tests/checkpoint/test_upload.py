@@ -152,7 +152,7 @@ def test_what_is_published_arrives_whole_and_is_marked_here(place: str, tmp_path
     assert all(map(is_uploaded, folders))
     mark = json.loads((folders[0] / UPLOADED).read_text())
     size = sum(map(len, _files(10).values()))
-    assert (mark["place"], mark["bytes"]) == (place, size)
+    assert (mark["location"], mark["bytes"]) == (place, size)
     assert 0 <= mark["seconds"] < 600
     assert mark["time"].endswith("+00:00")
 
@@ -465,7 +465,7 @@ def test_failures_are_told_and_tried_again_ever_more_slowly_and_for_ever(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 9  # one a round, not one a checkpoint
     assert lines[1] == (
-        f"ds_pretrain: the checkpoint of step 20 is not uploaded to {folder_place} yet: vault: the line "
+        f"ds_pretrain: checkpoint step 20 is not uploaded to {folder_place} yet: vault: the line "
         f"is dead; trying again in 2 seconds"
     )
     monkeypatch.undo()
@@ -521,7 +521,7 @@ def test_a_connection_cut_in_an_upload_leaves_no_checkpoint_and_is_gone_on_with_
         way.breaks_after = None
         assert shipper.wait(PATIENCE_SECONDS)
     assert _problem(remote, 10) is None
-    assert f"the checkpoint of step 10 is not uploaded to {place} yet: {place}: cannot upload " in told
+    assert f"checkpoint step 10 is not uploaded to {place} yet: {place}: cannot upload " in told
     assert SECRET not in told
 
 
@@ -782,9 +782,7 @@ def test_a_checkpoint_that_is_broken_here_is_said_once_and_holds_up_no_other(
     assert rounds.run_once() == 1.0
     assert (open_remote(folder_place).list_steps(), is_uploaded(folders[0])) == ([10], True)
     told = capsys.readouterr().err
-    assert told.startswith(
-        f"ds_pretrain: the checkpoint of step 20 cannot be uploaded to {folder_place}: {reason}"
-    )
+    assert told.startswith(f"ds_pretrain: checkpoint step 20 cannot be uploaded to {folder_place}: {reason}")
     assert told.endswith(f"; it is in {folders[1]}\n")
     assert told.count("\n") == 1
     assert sent.count("run_state.json") == 1

@@ -375,7 +375,7 @@ def test_an_incident_tells_when_what_was_seen_decided_and_skipped_and_how_it_end
 
 def test_only_the_newest_incidents_are_told_in_full_and_older_ones_take_a_line(tmp_path: Path) -> None:
     records = [decision(number, rank_losses={"1131": [2.5] * 1000}) for number in range(1, 16)]
-    text = page(tmp_path, [*records, outcome(1), outcome(7, "came_back")])
+    text = page(tmp_path, [*records, outcome(1), outcome(7, "recurred")])
     assert text.count("## Incident ") == 10
     assert text.index("## Incident 15") < text.index("## Incident 8") < text.index("## Older incidents")
     assert "15 incidents (13 open); " in text
@@ -536,7 +536,7 @@ def test_of_ranks_that_share_sequences_their_group_is_told() -> None:
 
 
 def test_no_word_of_the_records_is_left_for_a_person_to_read() -> None:
-    words = [*get_args(Kind), *get_args(Finding), "came_back", "outlier_norm"]
+    words = [*get_args(Kind), *get_args(Finding), "recurred", "outlier_norm"]
     assert not [word for word in words if "_" in logbook._format_plain(word)]
 
 

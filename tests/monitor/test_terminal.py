@@ -61,6 +61,8 @@ def test_validations_and_events_read_as_sentences() -> None:
     checkpoint = {"event": "checkpoint", "step": 7, "attempt": 2, "seconds": 1.23456789, "time": 1.0}
     assert format_event(checkpoint) == "checkpoint at step 7  seconds 1.23"
     assert format_event({"event": "stop", "attempt": 1, "reason": "SIGTERM"}) == "stop  reason SIGTERM"
+    resume = {"event": "resume", "step": 3, "attempt": 2, "probe": "probe loss 5.1 matches"}
+    assert format_event(resume) == "resume at step 3  probe loss 5.1 matches"
 
 
 def test_no_value_of_an_event_is_told_in_the_spelling_of_python() -> None:

@@ -272,7 +272,7 @@ def test_a_place_that_does_not_answer_ends_the_start_and_moves_nothing(
     names = sorted(path.name for path in root.iterdir())
     ranks = run_ranks(_with_a_dead_place, 2, str(run_file), overrides)
     assert [ended.code for ended in ranks] == [1, 1]
-    assert "start again when that works" in ranks[0].stderr
+    assert "restart when that is mended" in ranks[0].stderr
     assert sorted(path.name for path in root.iterdir()) == names
     assert "Traceback" not in ranks[0].stderr
 

@@ -51,7 +51,7 @@ def test_bad_data_is_replayed_then_skipped_and_the_run_ends_as_if_it_had_never_b
     [compared] = _events(out, "replay_compared")
     assert (compared["finding"], compared["first_difference"]) == ("data_or_state", None)
     outcomes = [(o["incident"], o["outcome"]) for o in _events(out, "outcome")]
-    assert outcomes == [(1, "came_back"), (2, "healed")]
+    assert outcomes == [(1, "recurred"), (2, "healed")]
     assert (
         "incident 2: 3 healthy steps after step 23: it was the data that are skipped now" in ranks[0].stderr
     )

@@ -62,7 +62,7 @@ def test_the_first_difference_stays_the_first_and_steps_unknown_the_first_time_d
 
 def test_a_difference_on_one_rank_names_it_and_its_host() -> None:
     replay = _replay(Difference(20, "loss", (2,)))
-    compared = conclude(replay, came_back=False)
+    compared = conclude(replay, recurred=False)
     assert compared.finding == "passing_fault"
     assert "step 20 is the first that differs: only rank 2 (beta:0) had another loss" in compared.message
     assert find_suspect_hosts(replay) == ["beta"]
@@ -79,14 +79,14 @@ def test_a_difference_on_one_rank_names_it_and_its_host() -> None:
 def test_a_difference_on_all_ranks_names_what_made_it_and_every_host(
     difference: Difference, words: str
 ) -> None:
-    compared = conclude(_replay(difference), came_back=False)
+    compared = conclude(_replay(difference), recurred=False)
     assert compared.finding == "passing_fault"
     assert words in compared.message
     assert "one of alpha, beta" in compared.message
 
 
 def test_the_same_numbers_to_the_bit_mean_data_or_state() -> None:
-    compared = conclude(_replay(None), came_back=True)
+    compared = conclude(_replay(None), recurred=True)
     assert compared.finding == "data_or_state"
     assert "all 13 losses and norms are the same to the bit" in compared.message
 
@@ -94,18 +94,18 @@ def test_the_same_numbers_to_the_bit_mean_data_or_state() -> None:
 def test_what_cannot_be_compared_is_said_to_be_so() -> None:
     elsewhere = Replay(1, BACK, HOSTS, {20: replace(USUAL, num_ranks=4)}).after(20, replace(USUAL, loss=9.0))
     assert elsewhere.difference is None
-    assert conclude(elsewhere, came_back=False).finding == "other_ranks"
-    assert "1 step ran on another number of ranks" in conclude(elsewhere, came_back=False).message
+    assert conclude(elsewhere, recurred=False).finding == "other_ranks"
+    assert "1 step ran on another number of ranks" in conclude(elsewhere, recurred=False).message
     shared = Replay(1, BACK, HOSTS, {20: replace(USUAL, sequence_parallel_size=3)}).after(
         20, replace(USUAL, loss=9.0)
     )
-    assert ", or of ranks a sequence, the first time" in conclude(shared, came_back=False).message
-    assert conclude(_replay(None, 0), came_back=False).message == (
+    assert ", or of ranks a sequence, the first time" in conclude(shared, recurred=False).message
+    assert conclude(_replay(None, 0), recurred=False).message == (
         "metrics.jsonl lacks the first pass, so the replay cannot be compared"
     )
-    data = conclude(_replay(Difference(20, "data")), came_back=False)
+    data = conclude(_replay(Difference(20, "data")), recurred=False)
     assert (data.finding, "has a source changed?" in data.message) == ("unknown", True)
-    twice = conclude(_replay(Difference(20, "norm")), came_back=True)
+    twice = conclude(_replay(Difference(20, "norm")), recurred=True)
     assert twice.finding == "data_or_state"
     assert "the run is not deterministic, or a fault comes and goes" in twice.message
 
@@ -114,7 +114,7 @@ def test_where_all_ranks_share_each_sequence_no_rank_and_no_update_is_accused_of
     alone = replace(USUAL, rank_losses=(), sequence_parallel_size=3)
     other = find_difference(20, alone, replace(alone, loss=2.1))
     assert other == Difference(20, "loss")
-    compared = conclude(_replay(other), came_back=False)
+    compared = conclude(_replay(other), recurred=False)
     assert compared.message.endswith(
         "another loss; each rank's is not on record there, so one of alpha, beta"
     )
