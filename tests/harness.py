@@ -57,7 +57,7 @@ class Fault:
     "labels": those of draws [first, stop) are nonsense, whenever they are read. "full_disk": no rollback can
     be written down. "lost": the first checkpoint that would be gone back to is none. The others happen at
     steps [first, stop), the first time that each is taken, or `again` and again. "rate": the learning rate is
-    `value`. "gradient": it is multiplied by `value`. "loss": it is no number, and its gradient is sound.
+    `value`. "gradient": it is multiplied by `value`. "loss": it is `value`, and its gradient is sound.
     "batch": the labels of the whole step are nonsense. "state": the moments are ruined.
     """
 
@@ -65,7 +65,7 @@ class Fault:
     first: int = 0
     stop: int = 0  # 0: one step
     rank: int | None = None
-    value: float | None = None  # None: 3.0, far too large a rate, or a factor that is no number
+    value: float | None = None  # None: 3.0, far too large a rate, or no number
     again: bool = False
 
 
@@ -345,7 +345,7 @@ def _make_faults(patch: pytest.MonkeyPatch, world: World, faults: Sequence[Fault
                 once.setattr(ZeroEngine, "backward", lambda self, loss: backward(self, loss * factor))
             losses, update = take_step(engine, batch, rate, *args)
         if "loss" in now:
-            losses[0] = float("nan")
+            losses[0] = math.nan if now["loss"].value is None else now["loss"].value
         return losses, update
 
     def poisoned(feed: BatchLoader, step: int, ledger: SkipLedger) -> Batch:

@@ -16,7 +16,7 @@ FORMATS = Path(__file__).parent / "formats"
 
 
 def test_a_run_state_of_the_first_format_is_refused_by_its_number() -> None:
-    with pytest.raises(ValueError, match=r"run state of format 1, expected 2 \(.*num_skipped_updates"):
+    with pytest.raises(ValueError, match=r"run state of format 1, expected 3 \(.*num_skipped_updates"):
         RunState.from_json((FORMATS / "run_state_1.json").read_text())
 
 

@@ -28,7 +28,7 @@ from ds_pretrain.watchdog.backtest import (
 
 _MOST_LINES = 40  # of incidents on the terminal
 _WIDTH, _HEIGHT = 96, 14  # of the plot, in characters
-_MARKS = {"X": "roll_back", "!": "watch"}  # the gravest first
+_MARKS = {"S": "stop", "X": "roll_back", "!": "watch"}  # the gravest first
 
 
 def execute(words: Any) -> int:
@@ -56,8 +56,8 @@ def format_report(
 ) -> Iterator[str]:
     """A line for each roll_back, then the other incidents, as many as fit, and a count of all."""
     found = find_incidents(points, verdicts)
-    grave = [one for one in found if one.verdict.roll_back]
-    others = [one for one in found if not one.verdict.roll_back]
+    grave = [one for one in found if one.verdict.interrupts]
+    others = [one for one in found if not one.verdict.interrupts]
     told = (grave + others)[:_MOST_LINES]
     for one in sorted(told, key=lambda one: one.first_step):
         yield _format_incident(one)
@@ -69,7 +69,7 @@ def format_report(
     yield f"{len(points):,} steps judged: {len(grave):,} roll_back, {len(others):,} watched or healed"
     if taken_back:
         num_steps = sum(one.num_steps for one in taken_back)
-        num_grave = sum(incident.verdict.roll_back for one in taken_back for incident in one.found)
+        num_grave = sum(incident.verdict.interrupts for one in taken_back for incident in one.found)
         yield f"{num_steps:,} steps taken back, judged as they happened: {num_grave:,} roll_back"
 
 
@@ -92,7 +92,7 @@ def _format_rolled_back(one: RolledBack) -> str:
 
 
 def _describe_verdict(found: Sequence[Incident]) -> str:
-    grave = [one for one in found if one.verdict.roll_back]
+    grave = [one for one in found if one.verdict.interrupts]
     told = grave[0] if grave else found[-1] if found else None
     if told is None:
         return "nothing"

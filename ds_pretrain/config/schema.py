@@ -460,22 +460,23 @@ class WatchdogSection(Section):
         "drift": "drift_threshold",
     }
     window: Annotated[int, Field(ge=2, le=10_000)] = 200
-    """Accepted values in the rolling statistics; judging starts after a quarter of them, and again after
-    each phase change."""
+    """Accepted values in the rolling statistics. Judging starts after a quarter of them; in a later phase
+    from its sixth step on."""
     loss_sigmas: Positive = 6.0
     """Sigmas above the expected loss that open a spike; it has healed after two consecutive steps below half
     of that."""
     norm_sigmas: Positive = 8.0
     """Sigmas above the median log gradient norm that are watched; no rollback follows from the norm alone."""
     patience: Count = 30
-    """Steps that a spike may take to heal."""
+    """Steps that a spike may take to heal, from the first high loss on. A spike that heals and recurs is
+    rolled back when 1.5 times as many steps of a window were high."""
     drift_threshold: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Rise of the smoothed loss above its lowest level, as a fraction of it, that leads to a rollback."""
     skip_update_sigmas: Positive | None = None
     """Skip an update whose gradient norm is this many sigmas above the median; at least `norm_sigmas`; not
     in mode `"observe"`."""
     max_non_finite_steps: Count = 20
-    """Consecutive steps with a non-finite loss or norm before a rollback."""
+    """Steps with a non-finite loss or norm within a window before a rollback."""
     policy: Annotated[tuple[Literal["replay", "skip"], ...], BeforeValidator(to_tuple)] = ("replay", "skip")
     """Responses to the first, second, ... rollback at one onset: `"replay"` the same data, or `"skip"` it;
     then the run stops for its operator."""

@@ -8,7 +8,7 @@ code  meaning
 0     finished: the last step is done and saved
 1     crashed; restarting is reasonable
 2     bad input; change what the message names before restarting
-3     the watchdog exhausted its recovery policy; operator action required before restarting
+3     the watchdog stopped for its operator; action required before restarting
 4     no optimizer step was applied although steps were left
 5     several consecutive checkpoint saves failed
 75    preempted: a checkpoint is saved; rerun the same command
@@ -31,7 +31,7 @@ EXIT_MEANINGS = {
     EXIT_FINISHED: "finished: the last step is done and saved",
     EXIT_FAILED: "crashed; rerun the same command to resume from the newest intact checkpoint",
     EXIT_BAD_INPUT: "bad input; the message above says what to change",
-    EXIT_NEEDS_OPERATOR: "the watchdog exhausted its recovery policy; operator action required",
+    EXIT_NEEDS_OPERATOR: "the watchdog stopped for its operator; action required before restarting",
     EXIT_NO_PROGRESS: "no optimizer step was applied although steps were left",
     EXIT_CANNOT_SAVE: "checkpoint saves keep failing; free disk space or fix the storage",
     EXIT_PREEMPTED: "preempted",

@@ -19,6 +19,7 @@ class StepRecord:
     phase: str
     loss: float
     loss_max_rank: float  # the highest mean loss of any one rank
+    loss_other_ranks: float | None  # over the tokens of all other ranks; None: they have none
     z_loss: float | None
     learning_rate: float
     grad_norm: float | None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ds_pretrain.core.jsonl import read_as
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,16 @@ class SkipLedger:
         return merged
 
 
-Action = Literal["ok", "watch", "roll_back"]
+Action = Literal["ok", "watch", "roll_back", "stop"]
 Kind = Literal[
     "blip",  # the loss was high for one step, and is not any more
     "spike",  # the loss is high, or was for several steps; may still heal
     "lasting_spike",  # it was given `patience` and did not heal
-    "drift",  # the loss rises slowly
-    "fall",  # the loss fell at once: too easy or repeated data, or a change of rate
+    "recurring_spike",  # it heals, and comes back again and again
+    "drift",  # the loss rises slowly, or did
+    "fall",  # the loss fell at once, or is back from there: too easy or repeated data, or a change of rate
+    "frozen_loss",  # the loss is the same number again and again, or 0
+    "outlier_rank",  # the loss of one rank is high, and that of the others is not
     "norm_rise",  # the gradient norm is high: the loss has not moved yet, or the update was skipped for it
     "frozen_norm",  # the gradient norm is the same number again and again
     "non_finite",  # loss or norm is no number, or negative
@@ -85,8 +88,9 @@ class Verdict:
     message: str = ""  # for the operator
 
     @property
-    def roll_back(self) -> bool:
-        return self.action == "roll_back"
+    def interrupts(self) -> bool:
+        """True if training must not continue from here: it rolls back, or stops for the operator."""
+        return self.action in ("roll_back", "stop")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class RunningStats:
     num_accepted: int = 0
     trend: float = 0.0  # median of the residuals
     mad_sigma: float = 0.0  # 1.4826 times their median absolute deviation from it
+    blocks: tuple[float, ...] = ()  # medians of successive blocks of accepted values, oldest first
 
     @property
     def median(self) -> float:
@@ -122,7 +127,7 @@ class Streak:
     """Consecutive steps of one kind of trouble."""
 
     onset: int  # the step where it began
-    num_steps: int  # so far, up to the last that was bad
+    num_steps: int  # so far, from the first that was seen to be bad to the last
     num_normal: int = 0  # steps since then
 
 
@@ -131,21 +136,30 @@ class WatchdogState:
     """All that the watchdog's judgement remembers. Of bounded size, whatever the length of the run."""
 
     step: int = 0  # of the last record
+    num_judged: int = 0  # records so far
     phase: str | None = None
     loss: RunningStats = field(default_factory=RunningStats)
     norm: RunningStats = field(default_factory=RunningStats)  # of the logarithm of the gradient norm
+    rank_excess: RunningStats = field(default_factory=RunningStats)  # loss of the highest rank - mean
     spike: Streak | None = None
     fall: Streak | None = None
+    outliers: tuple[float, ...] = ()  # the last losses of the open spike or fall
+    high_records: tuple[int, ...] = ()  # numbers of the last records in a spike
+    non_finite_records: tuple[int, ...] = ()  # numbers of the last records that are not finite
+    outlier_rank: Streak | None = None
     norm_rise: Streak | None = None
     non_finite: Streak | None = None
     guessing: Streak | None = None
+    last_loss: float | None = None
+    same_loss: Streak | None = None
     last_norm: float | None = None
     same_norm: Streak | None = None
     slow_level: float | None = None  # of the loss: a slow mean of accepted values
     lowest_level: float | None = None  # the lowest that it has been
-    before_fall: float | None = None  # the level that the loss fell from, when a fall became the new level
-    fall_step: int | None = None  # and the step
+    fall_ceiling: float | None = None  # the highest level that the end of a slow fall explains
     drift_halfway: int | None = None  # the step at which the rise above it was half of a drift
+    drift_onset: int | None = None  # the onset of the drift that is watched
+    drift_is_step: bool = False  # rather than a slow rise
 
 
 @dataclass(frozen=True)
@@ -189,7 +203,8 @@ class RunState:
         if (version := data.pop("version", None)) != _VERSION:
             raise ValueError(
                 f"run state of format {version}, expected {_VERSION} (format 2 renamed fields: "
-                "num_skipped_updates was num_dropped); resume with the ds_pretrain that wrote it"
+                "num_skipped_updates was num_dropped; format 3 has more of the watchdog's memory); "
+                "resume with the ds_pretrain that wrote it"
             )
         data["ledger"] = {"skips": data.pop("skips", None)}
         return read_as(RunState, json.dumps(data))

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
+from statistics import mode
 from typing import Any
 
 from ds_pretrain.config.deepspeed import advise_on_non_finite
@@ -42,7 +43,7 @@ class Incidents:
         self._replay: Replay | None = None  # on rank 0
         self._concluded: set[int] = set()  # numbers of those whose outcome has been reported
         self._open: dict[int, Rollback] = {}  # what has been rolled back for and is not passed yet, by number
-        self._said: tuple[Any, ...] = ()
+        self._said: dict[str, tuple[str, int | None]] = {}  # action and onset, by the kind of trouble
         # The last steps whose norm was no number while the loss was one.
         self._non_finite: deque[int] = deque(maxlen=_FEW_NON_FINITE)
         self._has_advised = False
@@ -76,7 +77,7 @@ class Incidents:
 
     def begin(self, state: RunState) -> None:
         """Take up the rollbacks whose outcome is still to come: after one, and where a start begins."""
-        self._said = ()
+        self._said.clear()
         self._recent.clear()
         self._open = self._open_ones(state)
         self._replay = self._read_replay(state)
@@ -189,24 +190,34 @@ class Incidents:
         self._monitor.event("high_loss_samples", incident=number, step=rollback.step, samples=list(samples))
 
     def _say(self, record: StepRecord, verdict: Verdict, num_healthy_steps: int) -> None:
-        """Each trouble once, and once more when it is over."""
-        again = verdict.roll_back and self._plan.run.watchdog.mode != "act"  # told every `patience` steps
-        said = (verdict.action, verdict.kind, None if again else verdict.onset)
-        if said == self._said or (verdict.kind is None and not self._said):
+        """Each trouble once, and once more when it changes or is over; others may come and go in between."""
+        kind = verdict.kind
+        if kind is None:
+            if num_healthy_steps >= self._patience:
+                self._said.clear()
             return
-        if verdict.kind is None and self._said[0] == "roll_back" and num_healthy_steps < self._patience:
+        goes_on = verdict.interrupts and self._plan.run.watchdog.mode != "act"  # found every `patience` steps
+        said = verdict.action, None if goes_on else verdict.onset
+        if self._said.get(kind) == said:
             return
-        self._said = said if verdict.kind is not None and verdict.action != "ok" else ()
-        if verdict.kind is None:
-            return
+        self._said[kind] = said
+        message = verdict.message + (self._name_outlier_rank() if kind == "outlier_rank" else "")
         self._monitor.report(
             "watchdog",
-            verdict.message,
+            message,
             step=record.step,
             action=verdict.action,
-            trouble=verdict.kind,
+            trouble=kind,
             onset=verdict.onset,
         )
+
+    def _name_outlier_rank(self) -> str:
+        """Name the rank whose loss was the highest at most of the last steps, and its host."""
+        highest = [losses.index(max(losses)) for _, losses in self._recent if losses]
+        if not highest:
+            return ""  # all ranks share their sequences
+        rank = mode(highest[-self._patience // 2 :])
+        return f"; rank {rank} on {self._hosts[rank]}: check that host and the data that it reads"
 
     def _read_replay(self, state: RunState) -> Replay | None:
         """The replay that a state stands in, with what of it was done before this start. On rank 0."""

@@ -83,7 +83,7 @@ class Watchdog:
     ) -> tuple[RunState, Verdict]:
         """The state after a step, with what the watchdog remembers of it, and its verdict."""
         memory, verdict = judge(self._plan.run.watchdog, state.watchdog, record)
-        if verdict.roll_back:  # the memory is blank now, if the run continues regardless
+        if verdict.interrupts:  # the memory is blank now, if the run continues regardless
             self._unknown = self._plan.run.watchdog.mode == "observe"
         elif is_warm(self._plan.run.watchdog, memory.loss):
             self._unknown = False
@@ -98,7 +98,7 @@ class Watchdog:
 
     def should_roll_back(self, state: RunState, verdict: Verdict) -> bool:
         """True if the run has to go back; in mode "observe" it only says what it would do."""
-        if not verdict.roll_back:
+        if not verdict.interrupts:
             return False
         if self._plan.run.watchdog.mode == "act":
             return True
@@ -120,7 +120,7 @@ class Watchdog:
         What is skipped, and that a rollback was spent, is on disk before the older weights are loaded.
 
         Raises:
-            NeedsOperator: the recovery policy is exhausted; a supervisor must not restart the run.
+            NeedsOperator: no response is left, or none would help; a supervisor must not restart the run.
         """
         assert verdict.onset is not None
         self._incidents.record_recurrence(verdict.onset, step)
@@ -254,8 +254,9 @@ class Watchdog:
             else "No checkpoint is older: start a new run with another `out`, or resume from the newest "
             'with watchdog.mode="observe"'
         )
+        why = "" if verdict.action == "stop" else "recovery policy exhausted: "
         return (
-            f"step {step:,}: {verdict.message}; recovery policy exhausted: {response.reason}. Look at "
+            f"step {step:,}: {verdict.message}; {why}{response.reason}. Look at "
             f"{self._plan.out}/LOGBOOK.md, the data around step {verdict.onset or step:,} and "
             f"schedule.peak_lr, then restart. {next_start}{tried}"
         )

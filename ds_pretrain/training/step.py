@@ -103,12 +103,14 @@ def measure(
     read = group_by_data_parallel_rank(rows, plan.sequence_parallel_size)  # [R, 12]
     sums, most = read.sum(axis=0), rows.max(axis=0)
     losses_read = read[:, 0] / read[:, 2].clip(min=1)  # [R]
+    others = sums - read[losses_read.argmax()]
     step = state.step + 1
     record = StepRecord(
         step=step,
         phase=plan.timeline.at(state.step).phase,
         loss=float(sums[0] / max(1, sums[2])),
         loss_max_rank=float(losses_read.max()),
+        loss_other_ranks=float(others[0] / others[2]) if others[2] else None,
         z_loss=None if plan.run.model.z_loss is None else float(sums[1] / max(1, sums[2])),
         learning_rate=rate,
         grad_norm=update.grad_norm,

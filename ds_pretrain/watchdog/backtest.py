@@ -17,7 +17,7 @@ from ds_pretrain.watchdog.detector import judge
 
 _EVERY = 1000  # points between two memories kept to roll back to, each of some kB
 _MOST_PROBLEMS = 10
-_OF_THE_LOSS = ("blip", "spike", "lasting_spike")
+_OF_THE_LOSS = ("blip", "spike", "lasting_spike", "recurring_spike")
 _DECISIONS = ("rollback", "needs_operator")
 
 
@@ -32,6 +32,7 @@ class Point:
     has_norm: bool = True  # False: not recorded, rather than not finite
     update_applied: bool | None = None  # not recorded in a CSV file
     phase: str = ""
+    loss_other_ranks: float | None = None  # not recorded in a CSV file
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _parse_number(name: str, text: str | None) -> float:
 def parse_point(record: Mapping[str, Any]) -> Point | None:
     """A step record of metrics.jsonl; None if its step or its loss is missing or is none."""
     try:
-        norm = record["grad_norm"]
+        norm, others = record["grad_norm"], record.get("loss_other_ranks")
         return Point(
             step=int(record["step"]),
             loss=float(record["loss"]),
@@ -115,6 +116,7 @@ def parse_point(record: Mapping[str, Any]) -> Point | None:
             grad_norm=None if norm is None else float(norm),
             update_applied=record["update_applied"],
             phase=sys.intern(record["phase"]),  # one text for all of them
+            loss_other_ranks=None if others is None else float(others),
         )
     except (KeyError, ValueError, TypeError, OverflowError):
         return None
@@ -138,7 +140,7 @@ def find_incidents(points: Sequence[Point], verdicts: Sequence[Verdict]) -> list
         last = found[-1] if found else None
         if last is not None and _is_same(last.verdict, verdict):
             found[-1] = replace(last, last_step=point.step)
-            if verdict.roll_back or not last.verdict.roll_back:
+            if verdict.interrupts or not last.verdict.interrupts:
                 found[-1] = replace(found[-1], verdict=verdict, at_step=point.step)
         else:
             found.append(Incident(verdict, point.step, point.step, point.step))

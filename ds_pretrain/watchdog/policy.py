@@ -35,7 +35,7 @@ def respond(
     step: int,
     known_good_steps: Sequence[int],
 ) -> Response:
-    """Choose the next response to a verdict to roll back at `step`.
+    """Choose the next response to a verdict, at `step`, that training must not go on.
 
     The same onset again (within reach of an earlier one) takes the next response, and a checkpoint older than
     that of the response before. After a stop, the operator has acted: the policy and the budget start afresh.
@@ -45,6 +45,8 @@ def respond(
     history = select_since_stop(history)
     older = [known_good for known_good in known_good_steps if known_good < onset]
     newest = max(older, default=None)
+    if verdict.action == "stop":
+        return Response("stop", newest, "no rollback can mend that")
     since = find_step_before(timeline, step, section.rollback_window)
     recent = [rollback for rollback in history if rollback.step > since]
     if len(recent) >= section.max_rollbacks:

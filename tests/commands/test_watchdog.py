@@ -14,7 +14,7 @@ from ds_pretrain.core.state import Verdict
 from ds_pretrain.watchdog.backtest import Point, replay
 from ds_pretrain.watchdog.detector import OK
 from tests.scenario import make_run
-from tests.watchdog.test_detector import BEFORE, NEXT, after, broken, raised
+from tests.watchdog.curves import BEFORE, NEXT, after, broken, raised
 
 SICK = [*BEFORE, *raised(after(BEFORE, 40), 0.5)]
 

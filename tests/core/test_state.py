@@ -27,7 +27,7 @@ def test_a_state_comes_back_from_json_as_it_was() -> None:
 
 def test_a_state_of_another_version_is_refused() -> None:
     text = json.dumps({**json.loads(RunState().to_json()), "version": 99})
-    with pytest.raises(ValueError, match="format 99, expected 2 "):
+    with pytest.raises(ValueError, match="format 99, expected 3 "):
         RunState.from_json(text)
 
 

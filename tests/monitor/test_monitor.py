@@ -22,6 +22,7 @@ RECORD = StepRecord(
     phase="main",
     loss=3.0,
     loss_max_rank=3.1,
+    loss_other_ranks=2.9,
     z_loss=None,
     learning_rate=1e-3,
     grad_norm=2.0,

@@ -1,9 +1,12 @@
 """Trouble on one rank only: every rank comes to the same verdicts, ledger and place in the data."""
 
+import platform
+import re
 from pathlib import Path
 
 import pytest
 
+from ds_pretrain.core.jsonl import METRICS, read_metrics
 from tests.harness import Fault, Record, record_run
 from tests.ranks import run_ranks
 from tests.runs.unhealthy import make_unhealthy_run
@@ -18,7 +21,7 @@ skip_before = "1 steps"
 skip_after = "4 steps"
 """
 SEQUENCES = 12  # that two and three ranks divide
-LABELS = Fault("labels", 13 * SEQUENCES, 16 * SEQUENCES, rank=0)  # what steps 14 to 16 read
+DRAWS = 13 * SEQUENCES, 16 * SEQUENCES  # what steps 14 to 16 read
 
 
 def _run(folder: Path, num_ranks: int, trouble: Fault) -> list[Record]:
@@ -40,13 +43,31 @@ def _require_agreement(ranks: list[Record]) -> Record:
     return first
 
 
-def test_p54_a_spike_on_one_rank_is_one_decision_of_all_through_replay_and_skip(tmp_path: Path) -> None:
-    """One rank alone reads nonsense, whenever it reads those draws; the loss of the others is sound."""
-    agreed = _require_agreement(_run(tmp_path, 2, LABELS))
+def test_p54_a_spike_is_one_decision_of_all_ranks_through_replay_and_skip(tmp_path: Path) -> None:
+    """All ranks read nonsense, whenever they read those draws."""
+    agreed = _require_agreement(_run(tmp_path, 2, Fault("labels", *DRAWS)))
     assert agreed.code == 0, agreed.stderr
     assert [r.response for r in agreed.final.rollbacks] == ["replay", "skip"]
     assert len(agreed.final.ledger.skips) == 1
     assert [v[0] for v in agreed.verdicts if v[1] == "roll_back"] == [r.step for r in agreed.final.rollbacks]
+
+
+def test_w07_p54_a_high_loss_of_one_rank_is_watched_by_all_and_its_host_named(tmp_path: Path) -> None:
+    """One rank alone reads nonsense; the loss of the other is sound."""
+    agreed = _require_agreement(_run(tmp_path, 2, Fault("labels", *DRAWS, rank=1)))
+    assert agreed.code == 0, agreed.stderr
+    assert agreed.final.rollbacks == ()
+    [event] = [
+        event
+        for event in read_metrics(tmp_path / "out" / METRICS)
+        if event["event"] == "watchdog" and event["trouble"] == "outlier_rank"
+    ]
+    assert (event["action"], event["onset"]) == ("watch", 14)
+    assert re.fullmatch(
+        r"the loss of one rank is \d\.\d+, \d\.\d+ above the mean \(0\.0\d+ is usual\), since step 14; "
+        rf"rank 1 on {re.escape(platform.node())}:1: check that host and the data that it reads",
+        event["message"],
+    )
 
 
 @pytest.mark.parametrize(("kind", "num_ranks", "rank"), [slow("loss", 3, 2), ("gradient", 2, 0)])

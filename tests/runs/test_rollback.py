@@ -140,6 +140,24 @@ def test_an_absurd_rate_ends_in_a_stop_for_a_person_with_the_history(tmp_path: P
     assert len(trace(out)) == 40
 
 
+def test_w08_a_loss_of_zero_is_watched_and_then_stops_for_the_operator(tmp_path: Path) -> None:
+    run_file = make_unhealthy_run(tmp_path)
+    [rank] = run_ranks(record_run, 1, str(run_file), faults=[Fault("loss", 22, 1_000, value=0.0, again=True)])
+    assert rank.code == EXIT_NEEDS_OPERATOR
+    assert (
+        "step 24: the loss has been exactly 0 for 3 steps, since step 22: it is not computed from the data, "
+        "or there are no labels; no rollback can mend that. Look at "
+    ) in rank.stderr
+    assert [(v[0], v[1], v[2]) for v in rank.verdicts if v[2] == "frozen_loss"] == [
+        (22, "watch", "frozen_loss"),
+        (23, "watch", "frozen_loss"),
+        (24, "stop", "frozen_loss"),
+    ]
+    [stop] = read_rollback_log(tmp_path / "out").rollbacks
+    assert stop.response == "stop"
+    assert stop.to_step < 22
+
+
 @pytest.mark.slow
 def test_where_a_run_stood_when_it_stopped_is_gone_on_from_if_a_person_says_so(tmp_path: Path) -> None:
     run_file = make_unhealthy_run(tmp_path)

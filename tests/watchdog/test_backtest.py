@@ -9,7 +9,7 @@ from ds_pretrain.config.schema import WatchdogSection
 from ds_pretrain.core.errors import InputError
 from ds_pretrain.watchdog import backtest
 from ds_pretrain.watchdog.backtest import Point, RecordedCurve, find_incidents, read_csv, replay
-from tests.watchdog.test_detector import BEFORE, NEXT, after, raised
+from tests.watchdog.curves import BEFORE, NEXT, after, raised
 
 SICK = [*BEFORE, *raised(after(BEFORE, 40), 0.5)]
 

@@ -15,62 +15,23 @@ from ds_pretrain.core.metrics import StepRecord
 from ds_pretrain.core.state import RunningStats, Verdict, WatchdogState
 from ds_pretrain.watchdog.backtest import Point
 from ds_pretrain.watchdog.detector import GUESSING, OK, judge, norm_limit
-from ds_pretrain.watchdog.stats import compute_score, count_recent
-
-DEFAULTS = WatchdogSection()
-LEVEL, SPREAD, NORM = 3.0, 0.04, 0.3
-NUM_HEALTHY = 300  # points before a fault: the window is full
-
-
-def healthy(
-    num_points: int = NUM_HEALTHY, first: int = 1, seed: int = 0, level: float = LEVEL
-) -> list[Point]:
-    """A flat curve with normal noise in the loss and in the logarithm of the norm."""
-    chance = random.Random(seed)
-    points = []
-    for step in range(first, first + num_points):
-        loss = level + SPREAD * chance.gauss(0, 1)
-        norm = NORM * math.exp(0.06 * chance.gauss(0, 1))
-        points.append(Point(step, loss, loss, norm, phase="main"))
-    return points
-
-
-def after(points: Sequence[Point], num_points: int, seed: int = 1, level: float = LEVEL) -> list[Point]:
-    """More of the same behind them."""
-    return healthy(num_points, points[-1].step + 1, seed, level)
-
-
-def raised(points: Sequence[Point], nats: float) -> list[Point]:
-    return [replace(p, loss=p.loss + nats, loss_max_rank=p.loss_max_rank + nats) for p in points]
-
-
-def broken(points: Sequence[Point], loss: float = math.nan, norm: float | None = None) -> list[Point]:
-    return [replace(p, loss=loss, loss_max_rank=loss, grad_norm=norm) for p in points]
-
-
-def judged(
-    points: Sequence[Point], settings: WatchdogSection = DEFAULTS, memory: WatchdogState | None = None
-) -> tuple[list[Verdict], WatchdogState]:
-    memory, verdicts = memory or WatchdogState(), []
-    for point in points:
-        memory, verdict = judge(settings, memory, point, point.has_norm)
-        verdicts.append(verdict)
-    return verdicts, memory
-
-
-def said(points: Sequence[Point], settings: WatchdogSection = DEFAULTS) -> list[tuple[int, Verdict]]:
-    """The verdicts that say something, with their steps."""
-    verdicts, _ = judged(points, settings)
-    return [(p.step, v) for p, v in zip(points, verdicts, strict=True) if v != OK]
-
-
-def first_roll_back(points: Sequence[Point], settings: WatchdogSection = DEFAULTS) -> tuple[int, Verdict]:
-    return next((step, verdict) for step, verdict in said(points, settings) if verdict.roll_back)
-
-
-BEFORE = healthy()
-NEXT = BEFORE[-1].step + 1  # the step at which the faults below begin
-
+from ds_pretrain.watchdog.stats import MOST_BLOCKS, compute_score, count_block, count_recent
+from tests.watchdog.curves import (
+    BEFORE,
+    DEFAULTS,
+    LEVEL,
+    NEXT,
+    NORM,
+    NUM_HEALTHY,
+    SPREAD,
+    after,
+    broken,
+    first_roll_back,
+    healthy,
+    judged,
+    raised,
+    said,
+)
 
 # Kinds
 
@@ -106,9 +67,9 @@ def test_a_spike_that_outlives_its_patience_is_rolled_back_from_where_it_began()
 
 
 def test_a_spike_begins_where_the_loss_left_the_usual_not_where_it_passed_the_threshold() -> None:
-    climb = [2, 3, 4, 5, *[20] * 40]  # spreads
+    climb = [2, 3, 4, 5, *(20 + 0.1 * (t % 3) for t in range(40))]  # spreads
     points = [
-        replace(p, loss=LEVEL + s * SPREAD, loss_max_rank=9.0)
+        replace(p, loss=LEVEL + s * SPREAD, loss_max_rank=LEVEL + s * SPREAD)
         for p, s in zip(after(BEFORE, 44), climb, strict=True)
     ]
     quiet = [replace(p, loss=LEVEL - SPREAD * (-1) ** p.step, loss_max_rank=LEVEL) for p in BEFORE]
@@ -148,17 +109,16 @@ def test_a_norm_alone_is_never_rolled_back_and_becomes_the_new_usual_after_a_win
 
 @pytest.mark.parametrize("share", [0.0003, 0.0005, 0.001])
 def test_a_slow_rise_is_a_drift_that_is_watched_and_then_rolled_back(share: float) -> None:
-    drifting = [*raised(after(BEFORE, 400), 0.0)]
-    drifting = [replace(p, loss=p.loss * (1 + share * t), loss_max_rank=9.0) for t, p in enumerate(drifting)]
-    verdicts = said([*BEFORE, *drifting])
-    step, verdict = next((s, v) for s, v in verdicts if v.roll_back)
+    rising = [q for t, p in enumerate(after(BEFORE, 400)) for q in raised([p], p.loss * share * t)]
+    verdicts = said([*BEFORE, *rising])
+    step, verdict = next((s, v) for s, v in verdicts if v.interrupts)
     assert verdict.kind == "drift"
     assert verdict.onset is not None
     assert abs(verdict.onset - NEXT) <= 100
-    assert share * (step - NEXT) < 0.1
+    assert share * (step - NEXT) < 0.15
     assert verdicts[0][1].action == "watch"
     assert re.match(
-        r"the mean of the last 30 losses rose from [23]\.\d+ to 3\.1\d+ \([34]\.\d sigmas\), "
+        r"the mean of the last 30 losses rose from [23]\.\d+ to 3\.\d+ \(\d\.\d sigmas\), "
         rf"since about step {verdict.onset}$",
         verdict.message,
     )
@@ -167,7 +127,7 @@ def test_a_slow_rise_is_a_drift_that_is_watched_and_then_rolled_back(share: floa
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0])
 def test_a_streak_of_losses_that_are_no_numbers_is_rolled_back_once(loss: float) -> None:
     verdicts = said([*BEFORE, *broken(after(BEFORE, 60), loss, NORM)])
-    assert [step for step, v in verdicts if v.roll_back] == [NEXT + DEFAULTS.max_non_finite_steps - 1]
+    assert [step for step, v in verdicts if v.interrupts] == [NEXT + DEFAULTS.max_non_finite_steps - 1]
     assert {v.kind for _, v in verdicts} == {"non_finite"}
     assert {v.onset for _, v in verdicts} == {NEXT}
     assert verdicts[0][1].message == (
@@ -196,16 +156,6 @@ def test_an_update_that_was_applied_though_not_finite_is_said() -> None:
     assert verdict.message.endswith("; the update was applied, so the weights may be damaged")
 
 
-def test_a_streak_that_a_finite_step_breaks_starts_anew() -> None:
-    bad = broken(after(BEFORE, 60))
-    fine = after(BEFORE, 60)
-    mixed = [
-        good if t % DEFAULTS.max_non_finite_steps == 19 else b
-        for t, (good, b) in enumerate(zip(fine, bad, strict=True))
-    ]
-    assert not any(v.roll_back for _, v in said([*BEFORE, *mixed]))
-
-
 def test_a_run_that_is_not_finite_from_its_first_step_is_rolled_back() -> None:
     step, verdict = first_roll_back(broken(healthy(50)))
     assert (step, verdict.kind, verdict.onset) == (20, "non_finite", 1)
@@ -214,11 +164,11 @@ def test_a_run_that_is_not_finite_from_its_first_step_is_rolled_back() -> None:
 def test_the_same_norm_again_and_again_is_watched_and_then_rolled_back() -> None:
     frozen = [replace(p, grad_norm=0.25) for p in after(BEFORE, 40)]
     verdicts = said([*BEFORE, *frozen])
-    step, verdict = next((s, v) for s, v in verdicts if v.roll_back)
+    step, verdict = next((s, v) for s, v in verdicts if v.interrupts)
     assert verdicts[0][0] == NEXT + 15
     assert verdicts[0][1].action == "watch"
     assert (step, verdict.kind, verdict.onset) == (NEXT + 30, "frozen_norm", NEXT + 1)
-    assert verdict.message == f"the gradient norm is 0.25 at 30 more steps since step {NEXT + 1}"
+    assert verdict.message == f"the gradient norm has been exactly 0.25 for 30 steps, since step {NEXT + 1}"
 
 
 def test_a_norm_of_zero_has_no_logarithm_and_is_judged_all_the_same() -> None:
@@ -238,19 +188,22 @@ def test_a_loss_that_comes_back_from_a_fall_is_no_fault_but_one_that_overshoots_
     fallen = [*BEFORE, *after(BEFORE, 150, level=LEVEL - 0.5)]
     _, last = said([*fallen, *after(fallen, 100, 2)])[-1]
     assert (last.action, last.kind) == ("watch", "fall")
-    assert last.message.endswith(f"from which it fell at step {NEXT}: what was too easy is over")
-    assert not any(v.roll_back for _, v in said([*fallen, *after(fallen, 400, 2)]))
+    assert re.fullmatch(
+        r"loss 2\.9\d+ is back near the 3\.0\d* that it had before a fall: what was too easy is over",
+        last.message,
+    )
+    assert not any(v.interrupts for _, v in said([*fallen, *after(fallen, 400, 2)]))
     assert first_roll_back([*fallen, *after(fallen, 100, 2, LEVEL + 0.5)])[1].kind == "lasting_spike"
 
 
 def test_a_loss_that_comes_back_before_the_new_level_is_known_is_no_drift() -> None:
     fallen = [*BEFORE, *after(BEFORE, 70, level=LEVEL - 0.5)]
-    assert not any(v.roll_back for _, v in said([*fallen, *after(fallen, 400, 2)]))
+    assert not any(v.interrupts for _, v in said([*fallen, *after(fallen, 400, 2)]))
 
 
 def test_a_fall_long_ago_excuses_nothing() -> None:
     window = WatchdogSection(window=40)
-    fallen = [*BEFORE, *after(BEFORE, 500, level=LEVEL - 0.5)]
+    fallen = [*BEFORE, *after(BEFORE, MOST_BLOCKS * count_block(40) + 50, level=LEVEL - 0.5)]
     verdict = first_roll_back([*fallen, *after(fallen, 100, 2)], window)[1]
     assert verdict.kind == "lasting_spike"
 
@@ -260,7 +213,7 @@ def test_a_loss_above_that_of_guessing_is_rolled_back_from_the_start_on() -> Non
     assert (step, verdict.kind, verdict.onset) == (30, "worse_than_guessing", 1)
     assert "above ln(1,000,000) = 13.8 since step 1: worse than guessing" in verdict.message
     start = [*healthy(29, level=18.0), *healthy(60, 30, level=GUESSING - 1)]
-    assert not any(v.roll_back for _, v in said(start))
+    assert not any(v.interrupts for _, v in said(start))
 
 
 # Warm-up, phases, floors
@@ -290,9 +243,12 @@ def test_a_spike_in_the_new_phase_is_judged_by_the_new_phase() -> None:
 
 
 def test_a_very_quiet_run_is_not_judged_by_its_own_spread() -> None:
-    quiet = [replace(p, loss=2.0, loss_max_rank=2.0) for p in BEFORE]
-    small = [replace(p, loss=2.02, loss_max_rank=2.02) for p in after(quiet, 60)]
-    large = [replace(p, loss=2.03, loss_max_rank=2.03) for p in after(quiet, 60)]
+    def at(level: float, points: Sequence[Point]) -> list[Point]:
+        losses = [level + 1e-6 * (p.step % 5) for p in points]
+        return [replace(p, loss=x, loss_max_rank=x) for p, x in zip(points, losses, strict=True)]
+
+    quiet = at(2.0, BEFORE)
+    small, large = at(2.02, after(quiet, 60)), at(2.03, after(quiet, 60))
     assert said([*quiet, *small]) == []
     assert first_roll_back([*quiet, *large])[1].kind == "lasting_spike"
 
@@ -309,7 +265,7 @@ def test_a_steep_fall_that_ends_is_no_spike() -> None:
     chance = random.Random(0)
     losses = [6 - 0.01 * min(t, 300) + 0.01 * chance.gauss(0, 1) for t in range(600)]
     points = [replace(p, loss=x, loss_max_rank=x) for p, x in zip(healthy(600), losses, strict=True)]
-    assert not any(v.roll_back for _, v in said(points))
+    assert not any(v.interrupts for _, v in said(points))
 
 
 def test_a_value_in_a_falling_series_is_measured_from_where_it_would_have_fallen_to() -> None:
@@ -328,7 +284,7 @@ def test_a_value_in_a_falling_series_is_measured_from_where_it_would_have_fallen
 def test_a_noisy_run_drifts_by_its_spreads_and_not_by_its_share_alone() -> None:
     chance = random.Random(2)
     noisy = [replace(p, loss=0.1 + 0.02 * chance.gauss(0, 1)) for p in healthy(5000)]
-    assert not any(v.roll_back for _, v in said(noisy))
+    assert not any(v.interrupts for _, v in said(noisy))
 
 
 def test_a_steady_norm_is_not_judged_by_its_own_spread() -> None:
@@ -367,7 +323,7 @@ def test_mode_off_judges_nothing() -> None:
 )
 def test_settings_change_the_verdict(change: dict[str, float], kind: str | None) -> None:
     points = [*BEFORE, *raised(after(BEFORE, 35), 0.4)]
-    found = [v.kind for _, v in said(points, WatchdogSection(**change)) if v.roll_back]
+    found = [v.kind for _, v in said(points, WatchdogSection(**change)) if v.interrupts]
     assert found == ([] if kind is None else [kind] * len(found))
     assert bool(found) == (kind is not None)
 
@@ -377,11 +333,11 @@ def test_norm_sigmas_non_finite_and_drift_are_thresholds_too() -> None:
     assert len(said(norm)) == 1
     assert said(norm, WatchdogSection(norm_sigmas=40.0)) == []
     bad = [*BEFORE, *broken(after(BEFORE, 5))]
-    assert not any(v.roll_back for _, v in said(bad))
+    assert not any(v.interrupts for _, v in said(bad))
     assert first_roll_back(bad, WatchdogSection(max_non_finite_steps=3))[0] == NEXT + 2
     rising = [replace(p, loss=p.loss * (1 + 0.0003 * t)) for t, p in enumerate(after(BEFORE, 300))]
     assert first_roll_back([*BEFORE, *rising])[1].kind == "drift"
-    assert not any(v.roll_back for _, v in said([*BEFORE, *rising], WatchdogSection(drift_threshold=0.2)))
+    assert not any(v.interrupts for _, v in said([*BEFORE, *rising], WatchdogSection(drift_threshold=0.2)))
 
 
 # Dropping
@@ -498,7 +454,7 @@ def test_when_half_the_patience_was_high_in_a_row_training_goes_on_and_the_level
     applied, verdicts, memory = trained(higher, memory=memory)
     assert 10 <= applied.index(True) <= DEFAULTS.patience // 2
     assert all(applied[applied.index(True) :])
-    assert not any(v.roll_back for v in verdicts)
+    assert not any(v.interrupts for v in verdicts)
     assert memory.norm.median == pytest.approx(math.log(5 * NORM), abs=0.1)
     assert norm_limit(DROPPING, memory, "main") is not None
 
@@ -509,14 +465,14 @@ def test_in_a_spike_updates_are_dropped_for_half_its_patience_so_that_it_may_hea
     applied, verdicts, _ = trained([*sick, *after([*BEFORE, *sick], 100, 2)], memory=memory)
     assert 10 <= applied.index(True) <= DEFAULTS.patience // 2
     assert all(applied[applied.index(True) :])
-    assert not any(v.roll_back for v in verdicts)
+    assert not any(v.interrupts for v in verdicts)
     assert norm_limit(DROPPING, trained([*BEFORE, *sick, *after([*BEFORE, *sick], 9)])[2], "main")
 
 
 def test_a_spike_that_lasts_is_rolled_back_for_though_updates_were_dropped() -> None:
     _, memory = judged(BEFORE)
     _, verdicts, _ = trained(raised(wild(after(BEFORE, 40)), 0.5), memory=memory)
-    assert [v.kind for v in verdicts if v.roll_back] == ["lasting_spike"]
+    assert [v.kind for v in verdicts if v.interrupts] == ["lasting_spike"]
 
 
 def test_a_loss_that_is_no_number_is_a_streak_though_the_update_was_dropped_for_its_norm() -> None:
@@ -538,8 +494,10 @@ def eventful() -> list[Point]:
         [replace(p, grad_norm=0.2) for p in after(points, 20)],
         after(points, 50, level=LEVEL - 0.5),
         raised(after(points, 10), 20.0),
+        [replace(p, loss=2.0, loss_max_rank=2.0) for p in after(points, 20)],
+        [replace(p, loss_max_rank=p.loss + 2.0) for p in after(points, 20)],
+        [replace(p, loss=p.loss * (1 + 0.001 * max(0, t - 200))) for t, p in enumerate(after(points, 350))],
         [replace(p, phase="next") for p in after(points, 100)],
-        [replace(p, phase="next", loss=p.loss * (1 + 0.001 * t)) for t, p in enumerate(after(points, 150))],
     ):
         points += [replace(p, step=points[-1].step + 1 + t) for t, p in enumerate(piece)]
         points += after(points, 60, seed=len(points))
@@ -549,7 +507,7 @@ def eventful() -> list[Point]:
 def test_memory_that_goes_through_text_at_every_step_judges_the_same() -> None:
     points = eventful()
     straight, _ = judged(points)
-    assert len({v.kind for v in straight}) >= 7
+    assert len({v.kind for v in straight}) >= 9
     memory = WatchdogState()
     for point, expected in zip(points, straight, strict=True):
         memory, verdict = judge(DEFAULTS, memory, point)

@@ -80,6 +80,13 @@ def test_without_a_calm_checkpoint_or_a_rung_a_person_is_asked_for() -> None:
     assert respond(SECTION.model_copy(update={"policy": ()}), TIMELINE, (), SICK, 203, CALM).action == "stop"
 
 
+def test_w08_a_verdict_to_stop_asks_for_a_person_at_once_and_names_a_checkpoint_before_it() -> None:
+    verdict = replace(SICK, action="stop")
+    assert respond(SECTION, TIMELINE, (), verdict, 203, CALM) == Response(
+        "stop", 190, "no rollback can mend that"
+    )
+
+
 def test_the_oldest_calm_checkpoint_serves_again_where_there_is_no_older_one() -> None:
     only = replace(FIRST, to_step=100)
     assert respond(SECTION, TIMELINE, (only,), SICK, 203, [100]).to_step == 100
