@@ -35,7 +35,7 @@ A_ROLLBACK_EACH = {
     "Rollback": 1,
     "RunState": 1,
     "WatchdogState": 1,
-    "RunningStats": 2,
+    "RunningStats": 3,
 }
 
 
